@@ -1,0 +1,1 @@
+"""Tests, one module per mechanism; run them with ``make test``."""

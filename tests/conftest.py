@@ -1,0 +1,47 @@
+"""What all tests share: which chapters exist, and one thread for compute, so that tests do not fight over cores."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+CHAPTERS = sorted(p.parent.name for p in ROOT.glob("ch[0-9][0-9]_*/chapter.toml"))
+ENGINES = [name for name in CHAPTERS if name > "ch03"]  # chapters with a real model
+
+
+def chapter(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the tests marked full, with large counts")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        skip = pytest.mark.skip(reason="large counts: make test-full")
+        for item in items:
+            if "full" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=CHAPTERS)
+def any_chapter(request: pytest.FixtureRequest) -> ModuleType:
+    """Every chapter in turn."""
+    return chapter(request.param)
+
+
+@pytest.fixture(params=ENGINES)
+def engine_chapter(request: pytest.FixtureRequest) -> ModuleType:
+    """Every chapter that has a real model, in turn."""
+    return chapter(request.param)
