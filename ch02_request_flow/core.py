@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
+
+from common.values import check_bool, check_integer, check_number, integers, shown, strings
 
 if TYPE_CHECKING:
     import torch
@@ -43,63 +44,32 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+            check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        check_number("temperature", self.temperature, 0.0, 100.0)
+        check_integer("top_k", self.top_k, -1, 2**31 - 1)
+        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        object.__setattr__(self, "stop", strings("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", integers("stop_token_ids", self.stop_token_ids, 0, 2**31 - 1))
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+            check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        check_bool("ignore_eos", self.ignore_eos)
         if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-
-
-def _integer(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{name} must be an integer from {low} to {high}, got {value!r}")
-
-
-def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-    if not valid or (open_low and value == low) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a number in {'(' if open_low else '['}{low:g}, {high:g}], got {value!r}")
-
-
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    stop = (stop,) if isinstance(stop, str) else stop
-    if stop is None:
-        return ()
-    if not isinstance(stop, Sequence) or not all(isinstance(s, str) and s for s in stop):
-        raise ValueError(f"stop must be a non-empty string or a list of them, got {stop!r}")
-    return tuple(stop)
-
-
-def _stop_ids(ids: Any) -> tuple[int, ...]:
-    if ids is None:
-        return ()
-    if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)):
-        raise ValueError(f"stop_token_ids must be a list of token ids, got {ids!r}")
-    for token in ids:
-        _integer("stop_token_ids", token, 0, 2**31 - 1)
-    return tuple(ids)
+            check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
 
 class ReqState(enum.Enum):
     WAITING = "WAITING"  # in the waiting queue; owns no execution resources
-    PREFILL = "PREFILL"  # running; its token_ids are not all computed yet
+    PREFILL = "PREFILL"  # running; its token_ids are not all computed
     DECODE = "DECODE"  # running; one forward per further token
     FINISHED = "FINISHED"
     ABORTED = "ABORTED"
 
 
-# PREFILL/DECODE -> WAITING is preemption: execution state is given up, the tokens so far are kept.
+# PREFILL/DECODE -> WAITING is preemption: execution state is given up, its tokens are kept.
 TRANSITIONS: dict[ReqState, frozenset[ReqState]] = {
     ReqState.WAITING: frozenset({ReqState.PREFILL, ReqState.ABORTED}),
     ReqState.PREFILL: frozenset({ReqState.DECODE, ReqState.FINISHED, ReqState.ABORTED, ReqState.WAITING}),
@@ -221,7 +191,7 @@ class Limits:
             )
         for token in prompt_ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise ValueError(f"token id {token!r} is not an integer from 0 to {self.vocab_size - 1}")
+                raise ValueError(f"token id {shown(token)} is not an integer from 0 to {self.vocab_size - 1}")
         if params.max_tokens is None:
             return room if default_max_tokens is None else min(room, default_max_tokens)
         if params.max_tokens > room:

@@ -20,7 +20,7 @@ STATS = (
     "forwarded_tokens", "prefill_tokens", "decode_tokens", "steps", "kv_total", "kv_used", "kv_cached",
     "prefix_hit_tokens", "preemptions", "draft_tokens", "accepted_tokens", "allreduce_bytes", "running", "waiting",
 )  # fmt: skip
-NEEDS_PROBABILITIES = (
+_NEEDS_PROBABILITIES = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "stop_token_ids", "seed", "logprobs",
 )  # fmt: skip
@@ -37,7 +37,7 @@ class Engine:
         self.limits = Limits(
             max_model_len=_max_model_len(config.max_model_len, self.checkpoint.max_len),
             vocab_size=self.checkpoint.vocab_size,
-            unsupported=NEEDS_PROBABILITIES,
+            unsupported=_NEEDS_PROBABILITIES,
         )
         answer_ids = self.tokenizer.encode(ANSWER, special_tokens=False)
         model = ScriptedModel(answer_ids, (*self.checkpoint.eos_ids, 0)[0], self.checkpoint.vocab_size)

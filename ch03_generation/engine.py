@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from .attention import TorchBackend
 from .config import EngineConfig
 from .core import Batch, Limits, Req, ReqState
 from .message import Abort, Message, Submit, TokensOut
-from .model import Decoder, ModelConfig
+from .model import Decoder, ModelConfig, attention_window
 from .model_runner import ModelRunner
 from .sampler import Sampler
 from .scheduler import Scheduler
@@ -38,12 +39,14 @@ class Engine:
         self.checkpoint = resolve(config.model)
         self.tokenizer = Tokenizer(self.checkpoint.folder)
         self.limits = Limits(
-            max_model_len=_max_model_len(config.max_model_len, self.checkpoint.max_len),
+            max_model_len=_max_model_len(
+                config.max_model_len, self.checkpoint.max_len, attention_window(self.checkpoint.config)
+            ),
             vocab_size=self.checkpoint.vocab_size,
         )
         self.device = _device(config.device)
         self.dtype = _dtype(config.dtype, self.device)
-        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(config.threads or _cores())
         self.runner = ModelRunner(self._load_model(), TorchBackend(), self.device, tracer)
         self.sampler = Sampler(config.seed)
         self.scheduler = Scheduler(self.checkpoint.eos_ids, tracer)
@@ -115,10 +118,21 @@ class Engine:
             self.counters[kind] += item.extend_len
 
 
-def _max_model_len(wanted: int, model_max: int) -> int:
+def _max_model_len(wanted: int, model_max: int, window: int | None) -> int:
+    """Beyond the window of a sliding-window model full attention, which is all there is here, would be wrong."""
     if wanted > model_max:
         raise ValueError(f"max_model_len {wanted} exceeds what the model was made for: {model_max}")
-    return wanted or min(model_max, DEFAULT_MAX_MODEL_LEN)
+    length = wanted or min(model_max, DEFAULT_MAX_MODEL_LEN)
+    if window is None or length <= window:
+        return length
+    if wanted:
+        raise ValueError(f"max_model_len {wanted} exceeds the model's sliding window of {window} tokens: use {window}")
+    print(f"max_model_len is {window}: beyond its sliding window this model is not supported", file=sys.stderr)
+    return window
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _device(wanted: str) -> torch.device:

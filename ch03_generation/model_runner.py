@@ -42,7 +42,7 @@ class ModelRunner:
             positions=torch.tensor(positions, device=self.device),
             cu_extend=torch.tensor(bounds, dtype=torch.int32, device=self.device),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=self.device),
-            logit_rows=torch.tensor(logit_rows, device=self.device),
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=self.device),
         )
 
     @torch.inference_mode()

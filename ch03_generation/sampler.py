@@ -111,6 +111,7 @@ def penalise(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         column(x, [getattr(row.params, f"{name}_penalty") for row in some])
         for name in ("repetition", "presence", "frequency")
     )
+    repetition = repetition.clamp(min=1e-6)  # as for the temperature: no score overflows
     counts = torch.stack([row.counts.output for row in some if row.counts])
     seen = torch.stack([row.counts.seen for row in some if row.counts])
     x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
@@ -156,7 +157,7 @@ def logprobs(logits: torch.Tensor, token: int, top: int | None) -> dict[str, Any
     if top is None:
         return None
     scores = logits.float().log_softmax(-1)
-    values, ids = scores.topk(top)
+    values, ids = scores.topk(min(top, len(scores)))
     best = dict(zip(ids.tolist(), values.tolist(), strict=True))
     return {"token_id": token, "logprob": scores[token].item(), "top": best}
 

@@ -28,6 +28,6 @@ def load(model: Decoder, checkpoint: Checkpoint) -> None:
             for take in loads:
                 try:
                     take(piece)
-                except (RuntimeError, IndexError) as error:
+                except ValueError as error:
                     raise ValueError(f"{checkpoint.name}: {name} {tuple(piece.shape)} does not fit: {error}") from None
     model.finish()

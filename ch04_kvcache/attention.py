@@ -22,7 +22,7 @@ class Plan:
 
 
 class TorchBackend:
-    """The definition, in plain torch: each request's new tokens attend to all its tokens up to themselves."""
+    """The definition, in plain torch: each token of the step attends to all tokens of its request up to itself."""
 
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from common.cli import parse_bytes
-
-
-def option(default: Any, help: str, choices: tuple[str, ...] | None = None, metavar: str | None = None) -> Any:
-    """A dataclass field that carries what its command-line flag needs to know."""
-    return field(default=default, metadata={"help": help, "choices": choices, "metavar": metavar})
+from common.cli import option, parse_bytes
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens computed so far, so that no token is computed twice."""
+"""Keys and values of computed tokens are kept here, so that no token is computed twice."""
 
 from __future__ import annotations
 

@@ -13,6 +13,13 @@ import torch
 from .ops import Linear, Ops
 
 
+def fill(target: torch.Tensor, source: Any) -> None:
+    """Copy a whole checkpoint slice; ValueError for another shape, also for one that would broadcast."""
+    if tuple(source.shape) != tuple(target.shape):
+        raise ValueError(f"expected {tuple(target.shape)}")
+    target.copy_(source[:])
+
+
 class StackedLinear:
     """Several matrices with one input, stacked by rows, so that they are one product: part i is sizes[i] rows."""
 
@@ -30,7 +37,7 @@ class StackedLinear:
             if name == part:
                 target = self.weight if kind == "weight" else self.bias
                 assert target is not None
-                target[start : start + size] = source[:]
+                fill(target[start : start + size], source)
             start += size
 
     def finish(self, ops: Ops) -> None:
@@ -87,7 +94,7 @@ class TokenEmbedding:
         self.weight = like.new_empty(vocab, hidden)
 
     def load(self, source: Any) -> None:
-        self.weight[:] = source[:]
+        fill(self.weight, source)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """int64[T] -> [T, hidden]."""
@@ -101,4 +108,4 @@ class Norm:
         self.weight = like.new_empty(size)
 
     def load(self, source: Any) -> None:
-        self.weight[:] = source[:]
+        fill(self.weight, source)

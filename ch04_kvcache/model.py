@@ -14,6 +14,13 @@ from .core import Context
 from .layers import GateUpLinear, LMHead, Norm, QKVLinear, RowLinear, TokenEmbedding
 from .ops import Ops
 
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+SCALINGS = {  # kind of rope scaling -> the numbers it needs
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -45,12 +52,16 @@ class ModelConfig:
             raise ValueError("quantized checkpoints are not supported: use one in float32, float16 or bfloat16")
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported: only silu is")
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        rope_kind = rope.get("rope_type") or rope.get("type") or "default"
+        if rope_kind not in SCALINGS:
+            raise ValueError(f"rope scaling {rope_kind!r} is not supported: {', '.join(SCALINGS)} are")
+        missing = [key for key in SIZES if not config.get(key)]
+        missing += [key for key in SCALINGS[rope_kind] if key not in rope]
+        if missing:
+            raise ValueError(f"config.json lacks {', '.join(missing)}")
         heads = config["num_attention_heads"]
         bias = bool(config.get("attention_bias", False))
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        rope_kind = rope.get("rope_type") or rope.get("type") or "default"
-        if rope_kind not in ("default", "linear", "llama3"):
-            raise ValueError(f"rope scaling {rope_kind!r} is not supported: default, linear and llama3 are")
         return ModelConfig(
             hidden=config["hidden_size"],
             intermediate=config["intermediate_size"],
@@ -68,6 +79,22 @@ class ModelConfig:
             rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
             rope_scaling=None if rope_kind == "default" else {**rope, "rope_type": rope_kind},
         )
+
+
+def attention_window(config: dict[str, Any]) -> int | None:
+    """Tokens that the narrowest layer of the model sees, from its config.json; None: every layer sees all.
+
+    Within that many tokens full attention is exact. Mistral has a window unless its config says null; Qwen only with
+    use_sliding_window, and then in the layers from max_window_layers on.
+    """
+    kind, window = config.get("model_type"), config.get("sliding_window", 4096)
+    if kind == "mistral":
+        return window
+    if kind not in ("qwen2", "qwen3") or not config.get("use_sliding_window"):
+        return None
+    full = min(config.get("max_window_layers", 28), config["num_hidden_layers"])
+    kinds = config.get("layer_types") or ["sliding_attention"] * (config["num_hidden_layers"] - full)
+    return window if "sliding_attention" in kinds else None
 
 
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:

@@ -44,7 +44,7 @@ class ModelRunner:
             positions=torch.tensor(positions, device=self.device),
             cu_extend=torch.tensor(bounds, dtype=torch.int32, device=self.device),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=self.device),
-            logit_rows=torch.tensor(logit_rows, device=self.device),
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=self.device),
             table=torch.tensor(self.kv.table([i.req for i in batch.items]), dtype=torch.int32, device=self.device),
             slots=torch.tensor(self.kv.slots(batch), device=self.device),
         )

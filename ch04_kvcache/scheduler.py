@@ -1,4 +1,4 @@
-"""Decides which request runs in the next step and what its new token means."""
+"""Decides which request runs in the next step and what the token it gains means."""
 
 from __future__ import annotations
 

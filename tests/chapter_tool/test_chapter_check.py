@@ -95,9 +95,12 @@ def test_caches_are_no_files(tree: Tree) -> None:
         ("budget = '9'", "budget is '9'", "whole number"),
         ("order = 'core.py'", "order is 'core.py'", "list of strings"),
         ("budget =", "cannot be read", "write it as TOML"),
+        ("title_zh = ''", "no title_zh", "add one line for each"),
     ],
 )
 def test_bad_chapter_toml(tree: Tree, line: str, what: str, todo: str) -> None:
+    if line.startswith("title_zh"):
+        tree.edit("ch04_cache/chapter.toml", 'title_zh = "题"\n', "")
     tree.append("ch04_cache/chapter.toml", line + "\n")
     tree.refuses("ch04_cache/chapter.toml", what, todo)
 
@@ -106,6 +109,12 @@ def test_bad_chapter_toml(tree: Tree, line: str, what: str, todo: str) -> None:
 def test_parent_is_an_earlier_chapter(tree: Tree, parent: str) -> None:
     tree.edit("ch04_cache/chapter.toml", 'parent = "ch03_model"', f'parent = "{parent}"')
     tree.refuses("ch04_cache/chapter.toml", "parent", "name the folder it was copied from")
+
+
+def test_numbers_are_unique(tree: Tree) -> None:
+    (tree.root / "ch04_cache").rename(tree.root / "ch03_other")
+    tree.edit("ch03_other/chapter.toml", "ch03_model", "ch02_flow")
+    tree.refuses("ch03_other", "has the number of ch03_model", "one of its own")
 
 
 def test_folder_without_chapter_toml(tree: Tree) -> None:
@@ -170,6 +179,7 @@ def test_common_imports_no_chapter(tree: Tree, code: str) -> None:
         ("# no longer padded", "no longer"),
         ("A = 'previously full'", "previously"),
         ("# see the next chapter", "next chapter"),
+        ("# 见第六章", "第六章"),
         ("A = f'{1} from Chapter 6'", "Chapter 6"),
         ("A = 'ch04_cache'", "ch04"),
         ("# `ch03_model` does it", "ch03"),
@@ -206,6 +216,16 @@ def test_budget(tree: Tree) -> None:
     tree.refuses("ch04_cache", "adds 201 lines of Python, its budget is 200", "make it smaller")
     tree.append("ch04_cache/chapter.toml", "budget = 201\n")
     assert check(tree.root) == []
+
+
+def test_budget_of_an_unplanned_chapter(tree: Tree) -> None:
+    (tree.root / "ch04_cache").rename(tree.root / "ch11_cache")
+    tree.refuses("ch11_cache/chapter.toml", "no budget is known", "add budget = LINES")
+
+
+def test_syntax(tree: Tree) -> None:
+    tree.append("ch04_cache/kvcache.py", "def\n")
+    tree.refuses("ch04_cache/kvcache.py", "is not valid Python", "mend the syntax")
 
 
 def test_removed_share(tree: Tree) -> None:

@@ -55,6 +55,25 @@ def test_forward_again_reaches_chapters_that_still_wait(committed: Tree) -> None
     assert out.split()[:4] == ["unchanged", "ch03_model/core.py", "copied", "ch04_cache/core.py"]
 
 
+def test_forward_twice_changes_nothing_more(committed: Tree) -> None:
+    committed.edit("ch02_flow/scheduler.py", "queue[0] if", "queue[-1] if")
+    committed.tool("forward", "ch02_flow/scheduler.py")
+    text = committed.read("ch04_cache/scheduler.py")
+    out = committed.tool("forward", "ch02_flow/scheduler.py")[1]
+    assert out.split()[:4] == ["unchanged", "ch03_model/scheduler.py", "unchanged", "ch04_cache/scheduler.py"]
+    assert committed.read("ch04_cache/scheduler.py") == text
+
+
+def test_forward_ends_where_the_edit_was_committed(committed: Tree) -> None:
+    """The chapter's descendants have had it since, or chose otherwise."""
+    committed.edit("ch03_model/core.py", "LIMIT = 8", "LIMIT = 9")
+    committed.git("commit", "-qam", "later chapter first")
+    committed.edit("ch02_flow/core.py", "LIMIT = 8", "LIMIT = 9")
+    out = committed.tool("forward", "ch02_flow/core.py")[1]
+    assert out.splitlines()[0].split() == ["unchanged", "ch03_model/core.py"]
+    assert "ch04_cache/core.py" not in out and "LIMIT = 8" in committed.read("ch04_cache/core.py")
+
+
 def test_forward_several_files_and_added_ones(committed: Tree) -> None:
     committed.write("ch02_flow/extra.py", "A = 1\n")
     committed.edit("ch03_model/model.py", "return ids", "return ids[:]")
