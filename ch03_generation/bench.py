@@ -12,7 +12,7 @@ def main() -> int:
     bench = start(f"{__package__}.bench", "Correct tokens, and time per token that grows with the context.")
     machine = bench.machine()
     bench.data["tables"] = {"correctness": _correctness(bench)}
-    workload = get("latency", scale=0.25) if bench.quick else get("latency")
+    workload = get("latency", length_scale=0.25) if bench.quick else get("latency")
     lengths = [32, 64, 128] if bench.quick else [32, 64, 128, 256, 512, 1024]
     with Worker(__package__, **bench.options) as worker:
         runs = interleave({"ch03": worker}, workload, 1 if bench.quick else 3)["ch03"]

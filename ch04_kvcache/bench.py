@@ -14,7 +14,7 @@ def main() -> int:
     machine = bench.machine()
     parent = parent_of(str(__package__))
     assert parent is not None
-    workload = get("latency", scale=0.25) if bench.quick else get("latency")
+    workload = get("latency", length_scale=0.25) if bench.quick else get("latency")
     rounds = 1 if bench.quick else 5
     lengths = [32, 64, 128] if bench.quick else [32, 64, 128, 256, 512, 1024]
     engines = {"ch04": __package__, "ch03": parent, "hf": "hf"}

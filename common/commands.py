@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,35 @@ def _summary(output: Any) -> str:
     )
 
 
-def trace(package: str, llm_class: Any, params_class: Any, config_class: type) -> int:
-    """Follow one request from entry to response: a table, a Chrome trace and a sequence diagram."""
+def trace(
+    package: str,
+    llm_class: Any,
+    params_class: Any,
+    config_class: type,
+    over_http: Callable[[dict[str, Any], Tracer, str, int], None] | None = None,
+) -> int:
+    """Follow one request from entry to response: a table, a Chrome trace and a sequence diagram.
+
+    over_http(options, tracer, prompt, max_tokens), where there is a server, sends the request through it for --http.
+    """
     parser = cli.parser(f"{package}.trace", "Trace the life of one request.")
     parser.add_argument("--prompt", default=PROMPT, help="the prompt to follow")
     parser.add_argument("--max-tokens", type=int, default=8, help="output tokens")
     parser.add_argument("--out", type=Path, default=Path("trace_out"), help="folder for trace.json and sequence.png")
     parser.add_argument("--json", action="store_true", help="print the events as JSON")
+    if over_http:
+        parser.add_argument("--http", action="store_true", help="send the request through the server")
     cli.add_config_flags(parser, config_class)
     args = parser.parse_args()
     params = params_class(max_tokens=args.max_tokens, ignore_eos=True)
     tracer = Tracer()
-    with llm_class(tracer=tracer, **cli.config_kwargs(config_class, args)) as llm:
-        output = llm.generate([args.prompt], params, progress=False)[0]
-    if output.error:
-        raise ValueError(output.error)
+    options = cli.config_kwargs(config_class, args)
+    if over_http and args.http:
+        over_http(options, tracer, args.prompt, args.max_tokens)
+    else:
+        with llm_class(tracer=tracer, **options) as llm:
+            output = llm.generate([args.prompt], params, progress=False)[0]
+        if output.error:
+            raise ValueError(output.error)
     report(tracer.events, COMPONENTS, out_dir=args.out, title=f"{package}: {args.prompt}", as_json=args.json)
     return 0

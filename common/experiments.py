@@ -82,7 +82,7 @@ def context_sweep(
 ) -> dict[str, list[tuple[int, float]]]:
     """Median seconds per output token of one request after a prompt of each length: {engine: [(length, tpot_s)]}."""
     series: dict[str, list[tuple[int, float]]] = {name: [] for name in workers}
-    ids = get("latency", scale=max(lengths) / 128).requests[0].prompt_ids
+    ids = get("latency", length_scale=max(lengths) / 128).requests[0].prompt_ids
     for length in lengths:
         prompt = tuple(ids[i % len(ids)] for i in range(length))
         workload = Workload(f"context-{length}", (Request(prompt, new_tokens),), f"{length} in, {new_tokens} out")

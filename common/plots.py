@@ -192,7 +192,7 @@ def _figure(path: str | Path, columns: int, height: float) -> Iterator[list["Axe
         FigureCanvasAgg(figure)
         yield list(figure.subplots(1, columns, sharey=True, squeeze=False)[0])
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Software": str(__import__("time").time())})
+        figure.savefig(path, metadata={"Software": None})
 
 
 def _draw(all_axes: Sequence["Axes"], panels: Sequence[Panel], *, logx: bool, logy: bool) -> None:

@@ -1,0 +1,55 @@
+"""HTTP plumbing of the servers that no chapter teaches: sockets, bodies, disconnects, the OpenAPI form of a body."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from starlette.requests import Request
+
+
+def bind(host: str, port: int) -> tuple[socket.socket, str]:
+    """A bound socket and its URL; port 0 takes a free one. OSError says which address cannot be had."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, proto)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    name, number = bound.getsockname()[:2]
+    return bound, f"http://{f'[{name}]' if ':' in name else name}:{number}"
+
+
+async def read_body(request: Request, limit: int) -> bytes | None:
+    """The whole body, or None as soon as it is known to be longer than limit bytes, told or chunked."""
+    with suppress(ValueError):
+        if int(request.headers.get("content-length", "0")) > limit:
+            return None
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            return None
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def when_gone(request: Request, then: Callable[[], None]) -> None:
+    """Call ``then`` when the client hangs up. The body has been read, so nothing else can arrive."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    then()
+
+
+def body_schema(model: Any) -> dict[str, Any]:
+    """``openapi_extra`` for a route that reads a body of this pydantic model itself."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    for name, part in schema.pop("$defs", {}).items():
+        reference = json.dumps({"$ref": f"#/components/schemas/{name}"})
+        schema = json.loads(json.dumps(schema).replace(reference, json.dumps(part)))
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
