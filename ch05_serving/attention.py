@@ -1,0 +1,62 @@
+"""Attention over a ragged batch: requests of different lengths one after another, without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from .core import ForwardInput
+from .kvcache import KVCache
+
+
+@dataclass(slots=True)
+class Plan:
+    """What all layers of one step share, computed once on the host."""
+
+    spans: list[tuple[int, int]]  # token rows of each request
+    seq_lens: list[int]  # tokens each request has, this step's included
+    pages: list[int]  # the page that holds them
+    slots: torch.Tensor  # int64[T], where this step's keys and values go
+
+
+class TorchBackend:
+    """The definition, in plain torch: each token of the step attends to all tokens of its request up to itself."""
+
+    def __init__(self, kv: KVCache) -> None:
+        self.kv = kv
+
+    def plan(self, inp: ForwardInput) -> Plan:
+        bounds = inp.cu_extend.tolist()
+        spans = list(zip(bounds[:-1], bounds[1:], strict=True))
+        return Plan(spans, inp.seq_lens.tolist(), inp.table[:, 0].tolist(), inp.slots)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, plan: Plan) -> torch.Tensor:
+        """q[T, H, D], k[T, KV, D], v[T, KV, D] -> [T, H, D]; query head h reads KV head h // (H / KV).
+
+        Stores k and v first, then reads everything from the cache.
+        """
+        self.kv.store(layer, k, v, plan.slots)
+        keys, values = self.kv.k[layer], self.kv.v[layer]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for (start, end), length, page in zip(plan.spans, plan.seq_lens, plan.pages, strict=True):
+            out[start:end] = causal(q[start:end], keys[page, :length], values[page, :length])
+        return out
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention of one request: q[E, H, D], k and v[S, KV, D] -> [E, H, D]; the last query sees all S tokens."""
+    extend, heads, dim = q.shape
+    seq, kv_heads = k.shape[:2]
+    group = heads // kv_heads
+    k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    if extend == 1:
+        # One query: nothing to mask. The heads of a group become rows, so that they share one read of their KV head.
+        return scaled_dot_product_attention(q.view(1, kv_heads, group, dim), k, v).view(1, heads, dim)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    mask = None
+    if extend < seq:
+        mask = torch.ones(extend, seq, dtype=torch.bool, device=q.device).tril(seq - extend)
+    out = scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None)
+    return out[0].transpose(0, 1)
