@@ -42,7 +42,10 @@ class Engine:
         answer_ids = self.tokenizer.encode(ANSWER, special_tokens=False)
         model = ScriptedModel(answer_ids, (*self.checkpoint.eos_ids, 0)[0], self.checkpoint.vocab_size)
         self.runner = ModelRunner(model, tracer)
-        self.scheduler = Scheduler(self.checkpoint.eos_ids, tracer)
+        self.scheduler = Scheduler(
+            self.checkpoint.eos_ids,
+            tracer=tracer,
+        )
         self.counters = dict.fromkeys(STATS, 0)
         self._aborted: list[TokensOut] = []
 

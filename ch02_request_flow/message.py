@@ -73,6 +73,12 @@ class TokensOut(Message):
     logprobs: list[dict[str, Any]] | None = None
     counters: dict[str, float] = field(default_factory=dict)  # with finish: cached_tokens, scheduled_at
 
+    @property
+    def text_ids(self) -> list[int]:
+        """The ids that become text: without the EOS or stop token that ended the request."""
+        ended_by_token = self.finish and self.finish.reason == "stop" and self.finish.cut is None
+        return self.ids[:-1] if ended_by_token else self.ids
+
 
 @dataclass(slots=True)
 class Fatal(Message):

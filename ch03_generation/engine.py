@@ -37,6 +37,7 @@ class Engine:
         self.config = config
         self.tracer = tracer
         self.checkpoint = resolve(config.model)
+        self.model_config = ModelConfig.from_dict(self.checkpoint.config)  # first: transformers' words are less clear
         self.tokenizer = Tokenizer(self.checkpoint.folder)
         self.limits = Limits(
             max_model_len=_max_model_len(
@@ -49,7 +50,10 @@ class Engine:
         torch.set_num_threads(config.threads or _cores())
         self.runner = ModelRunner(self._load_model(), TorchBackend(), self.device, tracer)
         self.sampler = Sampler(config.seed)
-        self.scheduler = Scheduler(self.checkpoint.eos_ids, tracer)
+        self.scheduler = Scheduler(
+            self.checkpoint.eos_ids,
+            tracer=tracer,
+        )
         self.counters = dict.fromkeys(STATS, 0)
         self._aborted: list[TokensOut] = []
 
@@ -88,9 +92,8 @@ class Engine:
         """Give up what the engine holds; it can take no further step."""
 
     def _load_model(self) -> Decoder:
-        config = ModelConfig.from_dict(self.checkpoint.config)
         chosen = ops.choose(self.device, self.dtype, native=self.config.native == "auto")
-        model = Decoder(config, self.limits.max_model_len, chosen, self.device, self.dtype)
+        model = Decoder(self.model_config, self.limits.max_model_len, chosen, self.device, self.dtype)
         weights.load(model, self.checkpoint)
         return model
 

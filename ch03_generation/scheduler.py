@@ -19,7 +19,12 @@ class Scheduler:
     they never meet a batch in flight.
     """
 
-    def __init__(self, eos_ids: Sequence[int], tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        eos_ids: Sequence[int],
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.max_running = 1
         self.waiting: deque[Req] = deque()
         self.running: list[Req] = []
         self.eos_ids = frozenset(eos_ids)
@@ -41,17 +46,21 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step, or None if there is nothing to do."""
-        if not self.running and self.waiting:
+        items = []
+        for req in self.running:
+            items.append(self._take(req, req.length - req.cached_len))
+        while self.waiting and len(self.running) < self.max_running:
             req = self.waiting.popleft()
             req.to(ReqState.PREFILL)
             self.running.append(req)
-        if not self.running:
-            return None
-        batch = Batch([ScheduledReq(req, req.length - req.cached_len) for req in self.running])
+            items.append(self._take(req, req.length - req.cached_len))
+        return Batch(items) if items else None
+
+    def _take(self, req: Req, extend_len: int) -> ScheduledReq:
+        """Give req its part of the step."""
         if self.tracer:
-            for item in batch.items:
-                self._trace("schedule", item.req, extend_len=item.extend_len)
-        return batch
+            self._trace("schedule", req, extend_len=extend_len)
+        return ScheduledReq(req, extend_len)
 
     def process(
         self, batch: Batch, tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[dict[str, Any]]]

@@ -38,6 +38,7 @@ class Engine:
         self.config = config
         self.tracer = tracer
         self.checkpoint = resolve(config.model)
+        self.model_config = ModelConfig.from_dict(self.checkpoint.config)  # first: transformers' words are less clear
         self.tokenizer = Tokenizer(self.checkpoint.folder)
         self.limits = Limits(
             max_model_len=_max_model_len(
@@ -52,7 +53,11 @@ class Engine:
         self.kv = self._build_cache(model)
         self.runner = ModelRunner(model, self.kv, TorchBackend(self.kv), self.device, tracer)
         self.sampler = Sampler(config.seed)
-        self.scheduler = Scheduler(self.kv, self.checkpoint.eos_ids, tracer)
+        self.scheduler = Scheduler(
+            self.kv,
+            self.checkpoint.eos_ids,
+            tracer=tracer,
+        )
         self.counters = dict.fromkeys(STATS, 0)
         self._aborted: list[TokensOut] = []
 
@@ -94,9 +99,8 @@ class Engine:
         """Give up what the engine holds; it can take no further step."""
 
     def _load_model(self) -> Decoder:
-        config = ModelConfig.from_dict(self.checkpoint.config)
         chosen = ops.choose(self.device, self.dtype, native=self.config.native == "auto")
-        model = Decoder(config, self.limits.max_model_len, chosen, self.device, self.dtype)
+        model = Decoder(self.model_config, self.limits.max_model_len, chosen, self.device, self.dtype)
         weights.load(model, self.checkpoint)
         return model
 

@@ -148,7 +148,7 @@ class LLM:
         output, elapsed = request.output, time.perf_counter() - request.arrival
         output.token_ids += out.ids
         output.token_times += [elapsed] * len(out.ids)
-        text = request.detokenizer.push(out.ids)
+        text = request.detokenizer.push(out.text_ids)
         if out.logprobs is not None:
             output.logprobs = (output.logprobs or []) + out.logprobs
         if out.finish:

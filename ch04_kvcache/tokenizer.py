@@ -9,7 +9,7 @@ from typing import Any
 from .core import Req
 
 BROKEN = "\ufffd"  # what a decoder writes for bytes that form no character
-CONTEXT = 8  # prompt tokens looked at to find a character that the prompt leaves open
+OPEN_TOKENS = 3  # of a character that the prompt leaves open: a character has at most four bytes
 
 
 class Tokenizer:
@@ -22,10 +22,13 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        self._hf = AutoTokenizer.from_pretrained(folder)
+        self._hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self._fast = self._hf.backend_tokenizer
         self._fast.no_padding()
         self._fast.no_truncation()
+        self._special = {i for i, token in self._fast.get_added_tokens_decoder().items() if token.special}
+        fallback = "ByteFallback" in str(self._fast.decoder)
+        self._bytes = {self._fast.token_to_id(f"<0x{byte:02X}>") for byte in range(256)} if fallback else set()
 
     @property
     def has_chat_template(self) -> bool:
@@ -55,12 +58,21 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def has_text(self, token: int) -> bool:
+        """False for special tokens and for ids that only pad the model's vocabulary."""
+        return token not in self._special and self._fast.id_to_token(token) is not None
+
+    def is_byte(self, token: int) -> bool:
+        """True for a byte token of a tokenizer that decodes a run of them as one, to broken characters if any is broken."""
+        return token in self._bytes
+
 
 class Detokenizer:
     """Incremental text of one request: for any cut of the ids the deltas add up to the decode of them all.
 
-    A character whose bytes are still arriving is held back, and so is a tail that could become a stop string. What
-    is held at the end comes out of flush(). If the prompt ends inside a character, the output completes it.
+    A character whose bytes are still arriving is held back, and so are a run of byte tokens and a tail that could become
+    a stop string. What is held at the end comes out of flush(). If the prompt ends inside a character and the output
+    completes it, the character belongs to the output.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
@@ -71,12 +83,11 @@ class Detokenizer:
         self._window: list[int] = []
         self._context = 0
         self._seen = 0
+        self.uncertain = ""  # text of the window that further ids may change
         self._held = ""  # decoded, but a prefix of a stop string
         self._sent = 0  # characters handed out
-        tail = list(prompt_ids[-CONTEXT:])
-        text = tokenizer.decode(tail) if tail else ""
-        if text.endswith(BROKEN):
-            self._window, self._seen = tail, len(text.rstrip(BROKEN))
+        tails = [list(prompt_ids[-n:]) for n in range(1, OPEN_TOKENS + 1)]
+        self._open = tails if tokenizer.decode(tails[-1]).endswith(BROKEN) else []  # where an open character may begin
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that became certain with these ids."""
@@ -88,25 +99,37 @@ class Detokenizer:
 
     def flush(self, cut: int | None = None) -> str:
         """The rest of the text; ``cut`` (characters) ends it where a stop string began."""
-        self._held += self._tokenizer.decode(self._window)[self._seen :]
-        self._window, self._context, self._seen = [], 0, 0
+        self._held += self._decode((), final=True)
         end = len(self._held) if cut is None else max(0, min(len(self._held), cut - self._sent))
         text = self._hand_out(end)
         self._held = ""
         return text
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        self._window.extend(ids)
+    def _decode(self, ids: Sequence[int], final: bool = False) -> str:
+        self._window += filter(self._tokenizer.has_text, ids)
+        run = bool(self._window) and self._tokenizer.is_byte(self._window[-1]) and not final
+        if self._open and not run:
+            self._complete_prompt()
         text = self._tokenizer.decode(self._window)
-        certain = text.rstrip(BROKEN)
+        certain = text if final else "" if run else text.rstrip(BROKEN)
         delta = certain[self._seen :]
-        if certain == text and delta:
+        if certain:
+            self._open = []
+        self._seen = max(self._seen, len(certain))
+        self.uncertain = text[self._seen :]
+        if delta and certain == text:
             self._window = self._window[self._context :]
             self._context = len(self._window)
             self._seen = len(self._tokenizer.decode(self._window))
-        else:
-            self._seen = max(self._seen, len(certain))
         return delta
+
+    def _complete_prompt(self) -> None:
+        """Take the prompt's last ids into the window if the output turns them into a character."""
+        for tail in self._open:
+            text = self._tokenizer.decode(tail)
+            at = len(text.rstrip(BROKEN))
+            if at < len(text) and self._tokenizer.decode(tail + self._window)[at : at + 1] not in ("", BROKEN):
+                self._window, self._seen, self._open = tail + self._window, at, []
 
     def _hand_out(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]
@@ -126,7 +149,8 @@ class StopMatcher:
     def feed(self, ids: Sequence[int]) -> int | None:
         """The number of characters before the first stop string that these ids complete, or None."""
         self._tail += self._detokenizer.push(ids)
-        found = [at for at in (self._tail.find(s) for s in self._stop) if at >= 0]
+        text = self._tail + self._detokenizer.uncertain.rstrip(BROKEN)  # certain if the request ends here
+        found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
         if found:
             return self._base + min(found)
         drop = max(0, len(self._tail) - max(map(len, self._stop)) + 1)

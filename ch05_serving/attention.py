@@ -15,10 +15,8 @@ from .kvcache import KVCache
 class Plan:
     """What all layers of one step share, computed once on the host."""
 
-    spans: list[tuple[int, int]]  # token rows of each request
-    seq_lens: list[int]  # tokens each request has, this step's included
-    pages: list[int]  # the page that holds them
     slots: torch.Tensor  # int64[T], where this step's keys and values go
+    spans: list[tuple[int, int, int, int]]  # per request: first row, row after the last, tokens it has, their page
 
 
 class TorchBackend:
@@ -28,9 +26,8 @@ class TorchBackend:
         self.kv = kv
 
     def plan(self, inp: ForwardInput) -> Plan:
-        bounds = inp.cu_extend.tolist()
-        spans = list(zip(bounds[:-1], bounds[1:], strict=True))
-        return Plan(spans, inp.seq_lens.tolist(), inp.table[:, 0].tolist(), inp.slots)
+        bounds, lengths, pages = inp.cu_extend.tolist(), inp.seq_lens.tolist(), inp.table[:, 0].tolist()
+        return Plan(inp.slots, list(zip(bounds[:-1], bounds[1:], lengths, pages, strict=True)))
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, plan: Plan) -> torch.Tensor:
         """q[T, H, D], k[T, KV, D], v[T, KV, D] -> [T, H, D]; query head h reads KV head h // (H / KV).
@@ -40,7 +37,7 @@ class TorchBackend:
         self.kv.store(layer, k, v, plan.slots)
         keys, values = self.kv.k[layer], self.kv.v[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for (start, end), length, page in zip(plan.spans, plan.seq_lens, plan.pages, strict=True):
+        for start, end, length, page in plan.spans:
             out[start:end] = causal(q[start:end], keys[page, :length], values[page, :length])
         return out
 

@@ -53,7 +53,11 @@ class Engine:
         self.kv = self._build_cache(model)
         self.runner = ModelRunner(model, self.kv, TorchBackend(self.kv), self.device, tracer)
         self.sampler = Sampler(config.seed)
-        self.scheduler = Scheduler(self.kv, self.checkpoint.eos_ids, tracer)
+        self.scheduler = Scheduler(
+            self.kv,
+            self.checkpoint.eos_ids,
+            tracer=tracer,
+        )
         self.counters = dict.fromkeys(STATS, 0)
         self._aborted: list[TokensOut] = []
 

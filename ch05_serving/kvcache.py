@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from common.cpu import lazy_zeros
+
 from .core import Batch, Req
 
 
@@ -22,8 +24,11 @@ class KVCache:
     ) -> None:
         """like: a tensor of the model's device and dtype."""
         self.num_pages, self.page_size = pages, page_size
-        self.k = like.new_empty(layers, pages, page_size, kv_heads, head_dim)
-        self.v = like.new_empty(layers, pages, page_size, kv_heads, head_dim)
+        # Zeros: a padded read multiplies what nobody has written by a weight of 0, and 0 times NaN would be NaN.
+        shape = (layers, pages, page_size, kv_heads, head_dim)
+        self.k, self.v = (
+            lazy_zeros(shape, like.dtype) if like.device.type == "cpu" else like.new_zeros(shape) for _ in range(2)
+        )
         self._free = list(range(pages - 1, -1, -1))
         self._owned = 0
 

@@ -20,7 +20,13 @@ class Scheduler:
     they never meet a batch in flight.
     """
 
-    def __init__(self, kv: KVCache, eos_ids: Sequence[int], tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        kv: KVCache,
+        eos_ids: Sequence[int],
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.max_running = 1
         self.waiting: deque[Req] = deque()
         self.running: list[Req] = []
         self.kv = kv
@@ -43,20 +49,24 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step, or None if there is nothing to do."""
-        if not self.running and self.waiting:
+        items = []
+        for req in self.running:
+            items.append(self._take(req, req.length - req.cached_len))
+        while self.waiting and len(self.running) < self.max_running:
             req = self.waiting.popleft()
             req.to(ReqState.PREFILL)
             req.cached_len = self.kv.match(req)
             self.running.append(req)
-        if not self.running:
-            return None
-        batch = Batch([ScheduledReq(req, req.length - req.cached_len) for req in self.running])
-        for item in batch.items:
-            self.kv.allocate(item.req, item.extend_len)
-            if self.tracer:
-                self._trace("schedule", item.req, extend_len=item.extend_len)
-                self._trace("allocate", item.req, component="KVCache")
-        return batch
+            items.append(self._take(req, req.length - req.cached_len))
+        return Batch(items) if items else None
+
+    def _take(self, req: Req, extend_len: int) -> ScheduledReq:
+        """Give req its part of the step."""
+        self.kv.allocate(req, extend_len)
+        if self.tracer:
+            self._trace("schedule", req, extend_len=extend_len)
+            self._trace("allocate", req, component="KVCache")
+        return ScheduledReq(req, extend_len)
 
     def process(
         self, batch: Batch, tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[dict[str, Any]]]

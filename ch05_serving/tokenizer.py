@@ -126,8 +126,9 @@ class Detokenizer:
     def _complete_prompt(self) -> None:
         """Take the prompt's last ids into the window if the output turns them into a character."""
         for tail in self._open:
-            at = len(self._tokenizer.decode(tail).rstrip(BROKEN))
-            if self._tokenizer.decode(tail + self._window)[at : at + 1] not in ("", BROKEN):
+            text = self._tokenizer.decode(tail)
+            at = len(text.rstrip(BROKEN))
+            if at < len(text) and self._tokenizer.decode(tail + self._window)[at : at + 1] not in ("", BROKEN):
                 self._window, self._seen, self._open = tail + self._window, at, []
 
     def _hand_out(self, count: int) -> str:

@@ -8,8 +8,10 @@ and ``torch_linear`` is both the fallback and the definition.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -60,3 +62,9 @@ def has_native_bf16() -> bool:
     """True if the processor multiplies bfloat16 in hardware (AVX-512 BF16, AMX, or Arm's BF16 extension)."""
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
     return any(check() for check in (getattr(torch.cpu, name, None) for name in checks) if check)
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU whose memory is taken page by page when it is first written; torch.zeros writes all of it."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
