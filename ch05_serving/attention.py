@@ -16,7 +16,7 @@ class Plan:
     """What all layers of one step share, computed once on the host."""
 
     slots: torch.Tensor  # int64[T], where this step's keys and values go
-    spans: list[tuple[int, int, int, int]]  # per request: first row, row after the last, tokens it has, their page
+    spans: list[tuple[int, int, int, list[int]]]  # per request: first row, row after the last, tokens it has, pages
 
 
 class TorchBackend:
@@ -26,7 +26,7 @@ class TorchBackend:
         self.kv = kv
 
     def plan(self, inp: ForwardInput) -> Plan:
-        bounds, lengths, pages = inp.cu_extend.tolist(), inp.seq_lens.tolist(), inp.table[:, 0].tolist()
+        bounds, lengths, pages = inp.cu_extend.tolist(), inp.seq_lens.tolist(), inp.table.tolist()
         return Plan(inp.slots, list(zip(bounds[:-1], bounds[1:], lengths, pages, strict=True)))
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, plan: Plan) -> torch.Tensor:
@@ -37,9 +37,14 @@ class TorchBackend:
         self.kv.store(layer, k, v, plan.slots)
         keys, values = self.kv.k[layer], self.kv.v[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for start, end, length, page in plan.spans:
-            out[start:end] = causal(q[start:end], keys[page, :length], values[page, :length])
+        for start, end, length, pages in plan.spans:
+            out[start:end] = causal(q[start:end], gather(keys, pages, length), gather(values, pages, length))
         return out
+
+
+def gather(cache: torch.Tensor, pages: list[int], length: int) -> torch.Tensor:
+    """The first ``length`` positions of one request, in order: cache[P, page_size, KV, D] -> [length, KV, D]."""
+    return cache[pages[0], :length]
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

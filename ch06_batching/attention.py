@@ -16,10 +16,10 @@ class Plan:
     """What all layers of one step share, computed once on the host."""
 
     slots: torch.Tensor  # int64[T], where this step's keys and values go
-    spans: list[tuple[int, int, int, int]]  # per request: first row, row after the last, tokens it has, their page
+    spans: list[tuple[int, int, int, list[int]]]  # per request: first row, row after the last, tokens it has, pages
     # Requests with one row are not in spans: they are computed together.
     decode_rows: torch.Tensor  # int64[D]
-    decode_pages: torch.Tensor  # int64[D]
+    decode_table: torch.Tensor  # int64[D, W], their pages
     decode_mask: torch.Tensor  # bool[D, 1, 1, S], true where position s exists; S is the longest of them
 
 
@@ -30,14 +30,14 @@ class TorchBackend:
         self.kv = kv
 
     def plan(self, inp: ForwardInput) -> Plan:
-        bounds, lengths, pages = inp.cu_extend.tolist(), inp.seq_lens.tolist(), inp.table[:, 0].tolist()
+        bounds, lengths, pages = inp.cu_extend.tolist(), inp.seq_lens.tolist(), inp.table.tolist()
         spans = list(zip(bounds[:-1], bounds[1:], lengths, pages, strict=True))
         decode = [i for i, (start, end, _, _) in enumerate(spans) if end == start + 1]
         longest = max((lengths[i] for i in decode), default=0)
         mask = torch.arange(longest, device=inp.ids.device) < inp.seq_lens[decode, None]
         rows = torch.tensor([bounds[i] for i in decode], dtype=torch.int64, device=inp.ids.device)
         several = [span for span in spans if span[1] > span[0] + 1]
-        return Plan(inp.slots, several, rows, inp.table[decode, 0].long(), mask[:, None, None])
+        return Plan(inp.slots, several, rows, inp.table[decode].long(), mask[:, None, None])
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, plan: Plan) -> torch.Tensor:
         """q[T, H, D], k[T, KV, D], v[T, KV, D] -> [T, H, D]; query head h reads KV head h // (H / KV).
@@ -49,11 +49,22 @@ class TorchBackend:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if len(plan.decode_rows):
             longest = plan.decode_mask.shape[-1]
-            some = [cache[:, :longest].index_select(0, plan.decode_pages) for cache in (keys, values)]
+            some = [gather_all(cache, plan.decode_table, longest) for cache in (keys, values)]
             out[plan.decode_rows] = decode_attention(q[plan.decode_rows], *some, plan.decode_mask)
-        for start, end, length, page in plan.spans:
-            out[start:end] = causal(q[start:end], keys[page, :length], values[page, :length])
+        for start, end, length, pages in plan.spans:
+            out[start:end] = causal(q[start:end], gather(keys, pages, length), gather(values, pages, length))
         return out
+
+
+def gather(cache: torch.Tensor, pages: list[int], length: int) -> torch.Tensor:
+    """The first ``length`` positions of one request, in order: cache[P, page_size, KV, D] -> [length, KV, D]."""
+    return cache[pages[0], :length]
+
+
+def gather_all(cache: torch.Tensor, table: torch.Tensor, longest: int) -> torch.Tensor:
+    """The first ``longest`` positions of several requests: table int64[D, W] -> [D, longest, KV, D]; what lies beyond a
+    request's own length is whatever its page holds."""
+    return cache[:, :longest].index_select(0, table[:, 0])
 
 
 def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from common.metrics import Metrics
@@ -74,7 +74,7 @@ def run_engine(config: EngineConfig, channel: Channel, tracer: Tracer | None = N
     """
     try:
         engine = Engine(config, tracer)
-        channel.from_engine.put([Ready(engine.limits.max_model_len, engine.limits.vocab_size), Stats(engine.stats())])
+        channel.from_engine.put([Ready(asdict(engine.limits)), Stats(engine.stats())])
         _loop(engine, channel)
     except Exception as error:
         if not isinstance(error, ValueError):
@@ -210,7 +210,7 @@ class Frontend:
                 self.stats = message.counters
                 self.metrics.take(message.counters)
             elif isinstance(message, Ready):
-                self.limits = Limits(message.max_model_len, message.vocab_size)
+                self.limits = Limits(**message.limits)
                 self.state = "ready" if self.state == "starting" else self.state
                 self.ready.set()
             elif isinstance(message, Fatal):

@@ -89,10 +89,9 @@ class Fatal(Message):
 
 @dataclass(slots=True)
 class Ready(Message):
-    """The engine is loaded; what it can take, for checking requests at the door."""
+    """The engine is loaded; ``limits`` are the fields of its Limits, for checking requests at the door."""
 
-    max_model_len: int
-    vocab_size: int
+    limits: dict[str, Any]
 
 
 @dataclass(slots=True)
