@@ -91,7 +91,7 @@ class Engine:
     def stats(self) -> dict[str, int]:
         queues = {"running": len(self.scheduler.running), "waiting": len(self.scheduler.waiting)}
         pages, size = self.kv.ledger(), self.kv.page_size
-        used = sum(req.cached_len for req in self.scheduler.running)
+        used = self.kv.used(self.scheduler.running)
         memory = {"kv_total": pages["total"] * size, "kv_used": used, "kv_cached": pages["cached"] * size}
         return self.counters | queues | memory
 

@@ -55,8 +55,15 @@ class KVCache:
         req.cached_len = min(req.cached_len, length)
 
     def match(self, req: Req) -> int:
-        """How many of req's first tokens are cached before it ever ran: none, no request leaves anything behind."""
+        """How many of req's first tokens are cached although it does not run: none, no request leaves anything behind."""
         return 0
+
+    def attach(self, req: Req) -> None:
+        """req begins to run: let it own what match() found."""
+        req.cached_len = self.match(req)
+
+    def commit(self, req: Req) -> None:
+        """The first req.cached_len tokens of a request that goes on are computed: they could serve others, too."""
 
     def finish(self, req: Req) -> None:
         """The request is over: take back what it owns."""
@@ -79,6 +86,14 @@ class KVCache:
         """Write k and v[T, KV, D] to slots int64[T]."""
         self.k[layer].flatten(0, 1).index_copy_(0, slots, k)
         self.v[layer].flatten(0, 1).index_copy_(0, slots, v)
+
+    def owned(self, req: Req) -> int:
+        """Pages that no one but req holds."""
+        return len(req.pages)
+
+    def used(self, running: Sequence[Req]) -> int:
+        """Positions that hold keys and values of running requests."""
+        return sum(req.cached_len for req in running)
 
     def ledger(self) -> dict[str, int]:
         """Pages by owner; free + cached + owned = total, always."""

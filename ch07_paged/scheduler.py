@@ -74,7 +74,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             req.to(ReqState.PREFILL)
-            req.cached_len = self.kv.match(req)
+            self.kv.attach(req)
             self.running.append(req)
             budget -= extend_len
             items.append(self._take(req, extend_len))
@@ -117,6 +117,7 @@ class Scheduler:
         for item, new, details in zip(batch.items, tokens, logprobs, strict=True):
             req = item.req
             req.cached_len += item.extend_len  # computed and stored by the step that gave these tokens
+            self.kv.commit(req)
             finish = None
             for token in new:
                 req.token_ids.append(token)
@@ -149,7 +150,7 @@ class Scheduler:
             assert 0 <= req.cached_len < req.length and req.prompt_len <= req.sent_len <= req.length
         pages = self.kv.ledger()
         assert pages["free"] + pages["cached"] + pages["owned"] == pages["total"], "a KV page is lost or owned twice"
-        assert pages["owned"] == sum(len(req.pages) for req in live), "a request that is over still owns pages"
+        assert pages["owned"] == sum(map(self.kv.owned, live)), "a request that is over still owns pages"
 
     def _finish(self, req: Req, token: int) -> Finish | None:
         cut = req.stop.feed([token]) if req.stop else None
