@@ -79,7 +79,8 @@ class Scheduler:
         for item, new, details in zip(batch.items, tokens, logprobs, strict=True):
             req = item.req
             req.cached_len += item.extend_len  # computed and stored by the step that gave these tokens
-            self.kv.commit(req)
+            if req.state is ReqState.PREFILL:
+                self.kv.commit(req)
             finish = None
             for token in new:
                 req.token_ids.append(token)

@@ -65,12 +65,13 @@ class Scheduler:
             items.append(self._take(req, extend_len))
         while admitting and self.waiting and len(self.running) < self.max_running and budget > 0:
             req = self.waiting[0]
-            extend_len = min(req.length - self.kv.match(req), budget)
+            self.kv.attach(req)
+            extend_len = min(req.length - req.cached_len, budget)
             if not self.kv.can_allocate(req, extend_len):
+                self.kv.free(req)
                 break
             self.waiting.popleft()
             req.to(ReqState.PREFILL)
-            self.kv.attach(req)
             self.running.append(req)
             budget -= extend_len
             items.append(self._take(req, extend_len))
@@ -95,7 +96,8 @@ class Scheduler:
         for item, new, details in zip(batch.items, tokens, logprobs, strict=True):
             req = item.req
             req.cached_len += item.extend_len  # computed and stored by the step that gave these tokens
-            self.kv.commit(req)
+            if req.state is ReqState.PREFILL:
+                self.kv.commit(req)
             finish = None
             for token in new:
                 req.token_ids.append(token)

@@ -69,12 +69,13 @@ class Scheduler:
         admitting = admitting and self.preemptions == preempted
         while admitting and self.waiting and len(self.running) < self.max_running and budget > 0:
             req = self.waiting[0]
-            extend_len = min(req.length - self.kv.match(req), budget)
-            if not self.kv.can_allocate(req, req.length - self.kv.match(req)):  # all of it, not this chunk alone
+            self.kv.attach(req)
+            extend_len = min(req.length - req.cached_len, budget)
+            if not self.kv.can_allocate(req, req.length - req.cached_len):  # all of it, not this chunk alone
+                self.kv.free(req)
                 break
             self.waiting.popleft()
             req.to(ReqState.PREFILL)
-            self.kv.attach(req)
             self.running.append(req)
             budget -= extend_len
             items.append(self._take(req, extend_len))
@@ -117,7 +118,8 @@ class Scheduler:
         for item, new, details in zip(batch.items, tokens, logprobs, strict=True):
             req = item.req
             req.cached_len += item.extend_len  # computed and stored by the step that gave these tokens
-            self.kv.commit(req)
+            if req.state is ReqState.PREFILL:
+                self.kv.commit(req)
             finish = None
             for token in new:
                 req.token_ids.append(token)
