@@ -73,15 +73,16 @@ class Engine:
 
     def step(self) -> list[TokensOut]:
         """One forward over the scheduled requests. Returns what it produced, aborts since the last step first."""
-        outs, self._aborted = self._aborted, []
+        outs: list[TokensOut] = []
         if self.tracer:
             self.tracer.step += 1
         batch = self.scheduler.schedule()
         if batch:
             self._count(batch)
-            outs += self.scheduler.process(batch, *self._run(batch))
+            outs = self.scheduler.process(batch, *self._run(batch))
         if self.config.debug_invariants:
             self.scheduler.check()
+        outs, self._aborted = self._aborted + outs, []  # taken last: a step that is interrupted loses no abort
         return outs
 
     def stats(self) -> dict[str, int]:

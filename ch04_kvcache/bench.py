@@ -65,6 +65,7 @@ def _latency(bench: Experiment, workload: Workload, runs: dict[str, list[RunResu
             ["engine", "tokens forwarded", "TTFT ms", "TPOT ms", "end to end ms"],
             ["引擎", "前向计算的 token", "TTFT ms", "TPOT ms", "端到端 ms"],
             rows,
+            rows_zh=[["下限" if r[0] == "floor" else r[0], *r[1:]] for r in rows],
         )
     }
     print(
@@ -82,7 +83,7 @@ def _memory(bench: Experiment, run: RunResult) -> None:
     total = run.counters.get("kv_total") or run.peaks.get("kv_total", 0)
     with Worker(__package__, **bench.options) as worker:
         total = total or worker.stats()["kv_total"]
-    used = run.prompt_tokens + run.output_tokens
+    used = run.prompt_tokens + run.output_tokens - 1  # the last token is never computed
     bench.data["memory"] = {"bytes_per_token": per_token, "reserved_tokens": total, "used_tokens": used}
     bench.data["tables"]["memory"] = table(
         ["KV bytes per token", "reserved MB", "used at the end of latency", "used share"],

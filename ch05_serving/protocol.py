@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from common.values import shown
 
@@ -57,7 +57,7 @@ def bad_value(error: ValueError, field: str) -> ApiError:
 
 # Lists fail at their first wrong item: a body with a million of them would be a million errors, gigabytes and a minute.
 Text = Annotated[str, StringConstraints(strict=True)]
-TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], FailFast()]
+TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -79,7 +79,7 @@ class Call(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    stop: Text | Annotated[list[Text], FailFast(), Field(max_length=MAX_STOPS)] | None = None
+    stop: Text | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_PROMPTS)] | None = None
     seed: int | None = None
     ignore_eos: bool = False
@@ -104,9 +104,9 @@ class Call(BaseModel):
 class CompletionCall(Call):
     prompt: (
         Text
-        | Annotated[list[Text], FailFast(), Field(max_length=MAX_PROMPTS)]
+        | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_PROMPTS)]
         | TokenIds
-        | Annotated[list[TokenIds], FailFast(), Field(max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
     )
     logprobs: int | None = None
 
@@ -130,7 +130,7 @@ class TextPart(BaseModel):
 class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], FailFast()]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: Text | None = None
 
     def plain(self) -> dict[str, str]:
@@ -140,7 +140,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatCall(Call):
-    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -30,10 +30,11 @@ class Scheduler:
         static: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
-        """max_batch_tokens: tokens of one step at most. static: admit only when nothing runs."""
+        """max_batch_tokens: tokens of one step at most. static: a batch, once full, runs to its end before the next."""
         self.max_running = min(max_running, max_batch_tokens)
         self.max_batch_tokens = max_batch_tokens
         self.static = static
+        self._room = 0  # requests that may still join
         self.waiting: deque[Req] = deque()
         self.running: list[Req] = []
         self.kv = kv
@@ -56,25 +57,30 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step, or None if there is nothing to do."""
-        admitting = not (self.static and self.running)
         budget = self.max_batch_tokens - len(self.running)  # one token of every running request is set aside
         items = []
         for req in self.running:
             extend_len = min(req.length - req.cached_len, 1 + budget)
             budget -= extend_len - 1
             items.append(self._take(req, extend_len))
-        while admitting and self.waiting and len(self.running) < self.max_running and budget > 0:
+        if not (self.static and self.running):
+            self._room = self.max_running - len(self.running)
+        while self.waiting and self._room and budget > 0:
             req = self.waiting[0]
             self.kv.attach(req)
             extend_len = min(req.length - req.cached_len, budget)
             if not self.kv.can_allocate(req, extend_len):
                 self.kv.free(req)
+                self._room = 0
                 break
             self.waiting.popleft()
             req.to(ReqState.PREFILL)
             self.running.append(req)
+            self._room -= 1
             budget -= extend_len
             items.append(self._take(req, extend_len))
+        if not self.waiting:
+            self._room = 0  # who comes later finds a static batch complete
         return Batch(items) if items else None
 
     def _take(self, req: Req, extend_len: int) -> ScheduledReq:

@@ -29,6 +29,8 @@ class Message:
             values["params"] = SamplingParams(**values["params"])
         if isinstance(values.get("finish"), dict):
             values["finish"] = Finish(**values["finish"])
+        if values.get("logprobs"):  # JSON has no integer keys
+            values["logprobs"] = [d | {"top": {int(i): p for i, p in d["top"].items()}} for d in values["logprobs"]]
         return cls(**values)
 
 

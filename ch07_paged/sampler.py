@@ -135,7 +135,7 @@ def filtered(scores: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         ordered = ordered.masked_fill(ordered < kth, -torch.inf)
         p = ordered.softmax(-1)
         before = p.cumsum(-1) - p  # mass of the tokens ahead of this one: the first always stays
-        tops = column(p, [q.top_p for q in params])
+        tops = column(p, [max(q.top_p, 1e-6) for q in params])  # a float32 that is not 0
         ordered = ordered.masked_fill((before >= tops) & (tops < 1.0), -torch.inf)
         x = torch.empty_like(x).scatter_(-1, order, ordered)
     p = x.softmax(-1)

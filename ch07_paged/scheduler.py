@@ -30,10 +30,11 @@ class Scheduler:
         static: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
-        """max_batch_tokens: tokens of one step at most. static: admit only when nothing runs."""
+        """max_batch_tokens: tokens of one step at most. static: a batch, once full, runs to its end before the next."""
         self.max_running = min(max_running, max_batch_tokens)
         self.max_batch_tokens = max_batch_tokens
         self.static = static
+        self._room = 0  # requests that may still join
         self.preemptions = 0
         self.waiting: deque[Req] = deque()
         self.running: list[Req] = []
@@ -57,7 +58,6 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step, or None if there is nothing to do."""
-        admitting = not (self.static and self.running)
         budget = self.max_batch_tokens - len(self.running)  # one token of every running request is set aside
         items = []
         preempted = self.preemptions
@@ -66,19 +66,24 @@ class Scheduler:
             if self._make_room(req, extend_len):
                 budget -= extend_len - 1
                 items.append(self._take(req, extend_len))
-        admitting = admitting and self.preemptions == preempted
-        while admitting and self.waiting and len(self.running) < self.max_running and budget > 0:
+        if not (self.static and self.running):
+            self._room = self.max_running - len(self.running)
+        while self.waiting and self._room and budget > 0 and self.preemptions == preempted:
             req = self.waiting[0]
             self.kv.attach(req)
             extend_len = min(req.length - req.cached_len, budget)
             if not self.kv.can_allocate(req, req.length - req.cached_len):  # all of it, not this chunk alone
                 self.kv.free(req)
+                self._room = 0
                 break
             self.waiting.popleft()
             req.to(ReqState.PREFILL)
             self.running.append(req)
+            self._room -= 1
             budget -= extend_len
             items.append(self._take(req, extend_len))
+        if not self.waiting:
+            self._room = 0  # who comes later finds a static batch complete
         return Batch(items) if items else None
 
     def _make_room(self, req: Req, n: int) -> bool:

@@ -71,11 +71,14 @@ class LLM:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(params)} SamplingParams")
-        order = [self.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
-        mine: dict[int, RequestOutput | None] = dict.fromkeys(order)
+        if not all(isinstance(p, SamplingParams) for p in params):
+            raise ValueError("params must be SamplingParams: one for all prompts, or a list with one for each")
+        mine: dict[int, RequestOutput | None] = {}
         others: list[tuple[int, RequestOutput]] = []  # requests of add() that happen to finish meanwhile
-        left = len(order)
         try:
+            for prompt, p in zip(prompts, params, strict=True):
+                mine[self.add(prompt, p)] = None
+            left = len(mine)
             with tqdm(total=left, disable=not progress, desc="requests", unit="req") as bar:
                 while left:
                     for rid, output in self._advance():
@@ -85,8 +88,8 @@ class LLM:
                             bar.update()
                         else:
                             others.append((rid, output))
-        except KeyboardInterrupt:
-            for rid in order:
+        except BaseException:  # Ctrl-C above all: nothing of an unfinished call stays in the engine
+            for rid in mine:
                 self.abort(rid)
             raise
         finally:
@@ -97,13 +100,17 @@ class LLM:
         """Queue one request and return its id."""
         rid, self._next_id = self._next_id, self._next_id + 1
         arrival = time.perf_counter()
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
         ids: list[int] = []
         try:
             ids = self._encode(rid, prompt)
             max_tokens = self.engine.limits.check(ids, params, DEFAULT_MAX_TOKENS)
         except ValueError as error:
-            self._ready.append((rid, RequestOutput(ids, finish_reason="error", error=str(error))))
+            elapsed = time.perf_counter() - arrival
+            output = RequestOutput(ids, finish_reason="error", error=str(error), timings=_timings([], elapsed, elapsed))
+            self._ready.append((rid, output))
             return rid
         detokenizer = Detokenizer(self.tokenizer, ids, params.stop)
         self._open[rid] = _Open(RequestOutput(ids), detokenizer, arrival)
@@ -135,8 +142,9 @@ class LLM:
         return ids
 
     def _advance(self) -> list[tuple[int, RequestOutput]]:
+        outs = self.engine.step()
         finished, self._ready = self._ready, []
-        for out in self.engine.step():
+        for out in outs:
             request = self._open[out.rid]
             self._take(request, out)
             if out.finish:

@@ -94,7 +94,7 @@ def context_sweep(
 def milliseconds(seconds: float) -> str:
     """A duration as a table cell, three significant digits."""
     ms = seconds * 1e3
-    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
 def table(
