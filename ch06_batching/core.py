@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .tokenizer import StopMatcher
 
 MAX_LOGPROBS = 20  # as in OpenAI's API
+TIMINGS = ("queue_s", "ttft_s", "tpot_s", "e2e_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +219,7 @@ class RequestOutput:
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     cached_tokens: int = 0
     logprobs: list[dict[str, Any]] | None = None  # per token {token_id, logprob, top: {id: logprob}}
-    timings: dict[str, float] = field(default_factory=dict)  # queue_s, ttft_s, tpot_s, e2e_s
+    timings: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))
     error: str | None = None
     token_times: list[float] = field(default_factory=list)  # seconds after arrival, one per output token
 

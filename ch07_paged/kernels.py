@@ -86,7 +86,7 @@ def _attend(
     last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, extend - 1)
     stop = tl.minimum(start + share, seq_len - extend + last + 1)
     pages = table + request.to(tl.int64) * table_stride
-    # A finite start: the difference of two infinite maxima would be NaN.
+    # A finite start: the difference of two infinite maxima would be NaN. A row that sees nothing keeps it, and weighs 0.
     top = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
@@ -107,30 +107,26 @@ def _attend(
         acc = tl.dot(weight.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
         top = highest
 
-    seen = total > 0
-    result = acc / tl.where(seen, total, 1.0)[:, None]
+    total = tl.where(total > 0, total, 1.0)
+    result = acc / total[:, None]
     cell = token * (tl.num_programs(1) * GROUP) + head
     if SPLITS == 1:
         tl.store(out + cell[:, None] * D + dim, result.to(out.dtype.element_ty), mask=inside)
     else:
         cell = cell * SPLITS + split
-        tl.store(logsum + cell, tl.where(seen, top + tl.log2(total), float("-inf")), mask=query < extend)
+        tl.store(logsum + cell, top + tl.log2(total), mask=query < extend)
         tl.store(partial + cell[:, None] * D + dim, result, mask=inside)
 
 
 @triton.jit
-def _reduce(
-    partial, logsum, out, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr
-):  # fmt: skip
+def _reduce(partial, logsum, out, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr):
     """Join the parts of one row, each weighted by its share of the softmax's denominator; no part: zeros."""
     row = tl.program_id(0).to(tl.int64)
     cell, dim = row * SPLITS + tl.arange(0, SPLITS), tl.arange(0, D_PAD)
     logs = tl.load(logsum + cell)
-    top = tl.max(logs, 0)
-    weight = tl.exp2(logs - tl.where(top == float("-inf"), 0.0, top))
+    weight = tl.exp2(logs - tl.max(logs, 0))
     parts = tl.load(partial + cell[:, None] * D + dim[None, :], mask=(dim < D)[None, :], other=0.0)
-    total = tl.sum(weight, 0)
-    result = tl.sum(weight[:, None] * parts, 0) / tl.where(total > 0, total, 1.0)
+    result = tl.sum(weight[:, None] * parts, 0) / tl.sum(weight, 0)
     tl.store(out + row * D + dim, result.to(out.dtype.element_ty), mask=dim < D)
 
 
@@ -215,11 +211,12 @@ def attention_blocks(rows: int, dim: int, dtype: torch.dtype) -> tuple[int, int,
 
     Compiled for every supported chip without spilled registers; 16 rows are the least that tensor cores take.
     """
-    wide = _pad(dim) > 64
     if dtype == torch.float32:  # no tensor cores: the products live in registers
-        return (16, 32, 4, 1 if wide else 2)
-    block_m = min(max(_pad(rows), 16), 128 if wide else 128)
-    return (block_m, 64, 8 if block_m > 64 else 4, 3 if block_m == 16 else 2)
+        return 16, 32, 8 if dim > 64 else 4, 2
+    block_m = min(max(_pad(rows), 16), 128)
+    block_n = 32 if block_m > 16 and dim > 64 else 64
+    # Stages are taken by the chain page table -> page -> keys: five leave two tiles of keys in flight.
+    return block_m, block_n, 8 if block_m == 128 else 4, 5
 
 
 def decode_splits(rows: int, max_len: int, cores: int) -> int:

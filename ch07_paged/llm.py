@@ -71,8 +71,6 @@ class LLM:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(params)} SamplingParams")
-        if not all(isinstance(p, SamplingParams) for p in params):
-            raise ValueError("params must be SamplingParams: one for all prompts, or a list with one for each")
         mine: dict[int, RequestOutput | None] = {}
         others: list[tuple[int, RequestOutput]] = []  # requests of add() that happen to finish meanwhile
         try:
@@ -108,9 +106,7 @@ class LLM:
             ids = self._encode(rid, prompt)
             max_tokens = self.engine.limits.check(ids, params, DEFAULT_MAX_TOKENS)
         except ValueError as error:
-            elapsed = time.perf_counter() - arrival
-            output = RequestOutput(ids, finish_reason="error", error=str(error), timings=_timings([], elapsed, elapsed))
-            self._ready.append((rid, output))
+            self._ready.append((rid, RequestOutput(ids, finish_reason="error", error=str(error))))
             return rid
         detokenizer = Detokenizer(self.tokenizer, ids, params.stop)
         self._open[rid] = _Open(RequestOutput(ids), detokenizer, arrival)

@@ -71,8 +71,7 @@ class Detokenizer:
     """Incremental text of one request: for any cut of the ids the deltas add up to the decode of them all.
 
     A character whose bytes are still arriving is held back, and so are a run of byte tokens and a tail that could become
-    a stop string. What is held at the end comes out of flush(). If the prompt ends inside a character and the output
-    completes it, the character belongs to the output.
+    a stop string; flush() gives what is held at the end. A character that only the output completes is the output's.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), stop: Sequence[str] = ()) -> None:

@@ -30,10 +30,11 @@ class Scheduler:
         static: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
-        """max_batch_tokens: tokens of one step at most. static: admit only when nothing runs."""
+        """max_batch_tokens: tokens of one step at most. static: a batch, once full, runs to its end before the next."""
         self.max_running = min(max_running, max_batch_tokens)
         self.max_batch_tokens = max_batch_tokens
         self.static = static
+        self._room = 0  # requests that may still join
         self.preemptions = 0
         self.hit_tokens = 0  # found in the prefix cache instead of computed
         self.waiting: deque[Req] = deque()
@@ -58,7 +59,6 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step, or None if there is nothing to do."""
-        admitting = not (self.static and self.running)
         budget = self.max_batch_tokens - len(self.running)  # one token of every running request is set aside
         items = []
         preempted = self.preemptions
@@ -67,8 +67,9 @@ class Scheduler:
             if self._make_room(req, extend_len):
                 budget -= extend_len - 1
                 items.append(self._take(req, extend_len))
-        admitting = admitting and self.preemptions == preempted
-        while admitting and self.waiting and len(self.running) < self.max_running and budget > 0:
+        if not (self.static and self.running):
+            self._room = self.max_running - len(self.running)
+        while self.waiting and self._room and budget > 0 and self.preemptions == preempted:
             req = self.waiting[0]
             if self._prefix_is_coming(req):
                 break
@@ -76,6 +77,7 @@ class Scheduler:
             extend_len = min(req.length - req.cached_len, budget)
             if not self.kv.can_allocate(req, req.length - req.cached_len):  # all of it, not this chunk alone
                 self.kv.free(req)
+                self._room = 0
                 break
             self.waiting.popleft()
             self.hit_tokens += req.cached_len
@@ -83,10 +85,13 @@ class Scheduler:
                 req.cached_tokens = req.cached_len
             req.to(ReqState.PREFILL)
             self.running.append(req)
+            self._room -= 1
             if self.tracer:
                 self._trace("match", req, component="PrefixCache")
             budget -= extend_len
             items.append(self._take(req, extend_len))
+        if not self.waiting:
+            self._room = 0  # who comes later finds a static batch complete
         return Batch(items) if items else None
 
     def _prefix_is_coming(self, req: Req) -> bool:

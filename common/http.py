@@ -8,16 +8,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 
 def bind(host: str, port: int) -> tuple[socket.socket, str]:
-    """A bound socket and its URL; port 0 takes a free one. OSError says which address cannot be had."""
+    """A listening socket and its URL; port 0 takes a free one. OSError says which address cannot be had."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, proto)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        bound.listen()  # now: two sockets may bind one address as long as neither listens
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     name, number = bound.getsockname()[:2]
@@ -25,18 +26,20 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
 
 
 async def read_body(request: Request, limit: int) -> bytes | None:
-    """The whole body, or None as soon as it is known to be longer than limit bytes, told or chunked."""
+    """The whole body; None if it is longer than limit bytes, told or chunked, or if the client has gone."""
     with suppress(ValueError):
         if int(request.headers.get("content-length", "0")) > limit:
             return None
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            return None
-        parts.append(part)
-    return b"".join(parts)
+    with suppress(ClientDisconnect):
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                return None
+            parts.append(part)
+        return b"".join(parts)
+    return None
 
 
 async def when_gone(request: Request, then: Callable[[], None]) -> None:

@@ -84,6 +84,7 @@ FILTERS = [
     {"temperature": 1.0, "top_k": 10_000},
     {"temperature": 1.0, "top_k": -1},
     {"temperature": 1.0, "top_p": 0.01},
+    {"temperature": 1.0, "top_p": 1e-300},
     {"temperature": 1.0, "top_p": 0.5},
     {"temperature": 0.7, "top_p": 0.95},
     {"temperature": 1.0, "min_p": 0.05},
@@ -251,6 +252,16 @@ def test_pick_reaches_the_edges_of_a_large_vocabulary(sampler):
     p[0, :10] = p[0, -10:] = 0.0
     for u, want in ((0.0, 10), (1 - 2**-53, 49_989)):
         assert sampler.pick(p, torch.tensor([u], dtype=torch.float64)).item() == want
+
+
+def test_logits_that_overflowed_still_give_a_token(sampler, row):
+    """float16 models do that; the request gets nonsense, the engine and its other requests go on."""
+    logits = torch.full((3, VOCAB), torch.nan)
+    logits[2] = random_logits()[0]
+    rows = [row(temperature=1.0, top_p=0.9), row(), row(temperature=1.0)]
+    ids, _ = sampler.Sampler(0).sample(logits, rows)
+    assert all(0 <= token < VOCAB for token in ids)
+    assert ids[2] == sampler.Sampler(0).sample(logits[2:], rows[2:])[0][0]
 
 
 # ---- greedy rows and batch-mates
