@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .core import ForwardInput
+
+
+class Backend(Protocol):
+    """How attention is computed; every backend gives what TorchBackend gives."""
+
+    def plan(self, inp: ForwardInput) -> Any:
+        """What all layers of one step share; comes back as the last argument of attend()."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, plan: Any) -> torch.Tensor: ...
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import torch
 
 from common.trace import Tracer
 
-from .attention import TorchBackend
+from .attention import Backend
 from .core import Batch, Context, ForwardInput
 from .model import Decoder
 
@@ -16,9 +16,7 @@ from .model import Decoder
 class ModelRunner:
     """The only place that knows both requests and tensors: what follows prepare() sees no Req."""
 
-    def __init__(
-        self, model: Decoder, backend: TorchBackend, device: torch.device, tracer: Tracer | None = None
-    ) -> None:
+    def __init__(self, model: Decoder, backend: Backend, device: torch.device, tracer: Tracer | None = None) -> None:
         self.model = model
         self.backend = backend
         self.device = device

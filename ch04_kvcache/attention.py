@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from common.cpu import CpuOps, fits_native_attention, native_ops
+
 from .core import ForwardInput
 from .kvcache import KVCache
+
+
+class Backend(Protocol):
+    """How attention is computed; every backend gives what TorchBackend gives."""
+
+    def plan(self, inp: ForwardInput) -> Any:
+        """What all layers of one step share; comes back as the last argument of attend()."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, plan: Any) -> torch.Tensor: ...
 
 
 @dataclass(slots=True)
@@ -40,6 +52,29 @@ class TorchBackend:
         for start, end, length, pages in plan.spans:
             out[start:end] = causal(q[start:end], gather(keys, pages, length), gather(values, pages, length))
         return out
+
+
+class NativeBackend:
+    """The same by one compiled operator, which reads the pages where they lie."""
+
+    def __init__(self, kv: KVCache, ops: CpuOps) -> None:
+        self.kv, self.ops = kv, ops
+
+    def plan(self, inp: ForwardInput) -> ForwardInput:
+        return inp
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, plan: ForwardInput) -> torch.Tensor:
+        keys, values = self.kv.k[layer], self.kv.v[layer]
+        self.ops.store_kv(k, v, keys, values, plan.slots)
+        scale = q.shape[-1] ** -0.5
+        return self.ops.paged_attention(q, keys, values, plan.table, plan.cu_extend, plan.seq_lens, scale)
+
+
+def choose_backend(kv: KVCache, native: bool) -> Backend:
+    """The fastest backend that is right on this machine; ``native`` False keeps to plain torch."""
+    fits = native and kv.k.device.type == "cpu" and fits_native_attention(kv.k.shape[-1])
+    ops = native_ops() if fits else None
+    return TorchBackend(kv) if ops is None else NativeBackend(kv, ops)
 
 
 def gather(cache: torch.Tensor, pages: list[int], length: int) -> torch.Tensor:

@@ -56,5 +56,16 @@ class Ops:
 
 def choose(device: torch.device, dtype: torch.dtype, native: bool) -> Ops:
     """The fastest operations that are right on this machine; ``native`` False keeps to plain torch."""
-    packed = native and device.type == "cpu" and cpu.packed_linear_works(dtype)
-    return Ops(linear=cpu.PackedLinear if packed else cpu.torch_linear)
+    if not native or device.type != "cpu":
+        return Ops(cpu.torch_linear)
+    linear = cpu.PackedLinear if cpu.packed_linear_works(dtype) else cpu.torch_linear
+    compiled = cpu.native_ops()
+    if compiled is None:
+        return Ops(linear)
+
+    def compiled_rms_norm(
+        x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return compiled.rms_norm(x, weight, eps, residual), x if residual is None else residual
+
+    return Ops(linear, compiled_rms_norm, compiled.rotary, compiled.silu_and_mul)

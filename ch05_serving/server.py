@@ -43,7 +43,7 @@ class Choice:
 
     index: int
     stream: Stream
-    token_chars: int = 0  # of the texts of its tokens so far
+    token_chars: int = 0  # of the texts of the tokens it has
     begun: bool = False
 
 

@@ -83,8 +83,9 @@ def _offline(bench: Experiment) -> None:
     for name, options in ours.items():
         with Worker(__package__, **bench.options, **options) as worker:
             runs |= _warm_then_interleave({name: worker}, workload, short, 1)
-    for name, scale, options in (("continuous batching", 0.5, {"continuous": True}), ("one at a time", 0.125, {})):
-        some = replace(workload, requests=workload.requests[: max(2, int(len(workload.requests) * scale))])
+    slow = {} if bench.quick else {"continuous batching": (0.25, {"continuous": True}), "one at a time": (0.125, {})}
+    for name, (scale, options) in slow.items():
+        some = replace(workload, requests=workload.requests[: int(len(workload.requests) * scale)])
         with Worker("hf", **bench.options, **options) as worker:
             runs |= _warm_then_interleave({f"transformers, {name}": worker}, some, short, 1)
     places = {"one at a time": 1, **dict.fromkeys(list(ours)[1:], rows), "ch06": 64}
@@ -149,7 +150,7 @@ def _peers(bench: Experiment, runs: dict[str, list[RunResult]]) -> None:
 
 
 def _inter_token_latency(bench: Experiment) -> None:
-    running, out, long = (4, 24, 400) if bench.quick else (16, 128, 2000)
+    running, out, long = (4, 24, 400) if bench.quick else (16, 96, 2000)
     rounds = 1 if bench.quick else 3
     ids = get("latency", length_scale=long / 128).requests[0].prompt_ids
     base = Workload(
@@ -210,7 +211,7 @@ def _over_http(bench: Experiment) -> None:
     parent = parent_of(str(__package__))
     assert parent is not None
     online = get("online", scale=0.15, length_scale=0.25) if bench.quick else get("online")
-    counts = {2.0: 6, 8.0: 6} if bench.quick else {1.0: 6, 2.0: 0, 4.0: 16, 8.0: 24}
+    counts = {2.0: 6, 8.0: 6} if bench.quick else {1.0: 5, 2.0: 0, 4.0: 16, 8.0: 24}
     loads = {
         rate: poisson(replace(online, requests=online.requests[:count]), rate) if count else online
         for rate, count in counts.items()

@@ -13,7 +13,7 @@ from common.values import check_bool, check_integer, check_number, integers, sho
 if TYPE_CHECKING:
     import torch
 
-    from .attention import Plan, TorchBackend
+    from .attention import Backend
     from .tokenizer import StopMatcher
 
 MAX_LOGPROBS = 20  # as in OpenAI's API
@@ -170,8 +170,8 @@ class Context:
     """What one forward shares and no request owns; passed to the model explicitly, never a global."""
 
     inp: ForwardInput
-    backend: TorchBackend
-    plan: Plan  # made by the backend for this input
+    backend: Backend
+    plan: Any  # made by the backend for this input
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +181,8 @@ class Limits:
     max_model_len: int  # tokens of prompt + output
     vocab_size: int
     unsupported: tuple[str, ...] = ()  # SamplingParams fields this engine does not implement
+
+    kv_tokens: int = 2**62  # tokens whose keys and values the whole pool holds
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, default_max_tokens: int | None) -> int:
         """Return the request's max_tokens (default None: the rest of the context) or raise ValueError saying why not."""
@@ -200,11 +202,20 @@ class Limits:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise ValueError(f"token id {shown(token)} is not an integer from 0 to {self.vocab_size - 1}")
         if params.max_tokens is None:
+            room = min(room, self.kv_tokens + 1 - len(prompt_ids))  # the last token is never computed
+            if room < 1:
+                raise ValueError(f"the prompt has {len(prompt_ids)} tokens but the KV memory holds {self.kv_tokens}")
             return room if default_max_tokens is None else min(room, default_max_tokens)
         if params.max_tokens > room:
             raise ValueError(
                 f"prompt ({len(prompt_ids)} tokens) + max_tokens ({params.max_tokens}) = "
                 f"{len(prompt_ids) + params.max_tokens} exceeds max_model_len {self.max_model_len}"
+            )
+        needed = len(prompt_ids) + params.max_tokens - 1  # the last token is never computed
+        if needed > self.kv_tokens:
+            raise ValueError(
+                f"prompt ({len(prompt_ids)} tokens) + max_tokens ({params.max_tokens}) need {needed} tokens of KV memory, "
+                f"the whole of it holds {self.kv_tokens}"
             )
         return params.max_tokens
 

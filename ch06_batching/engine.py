@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from common.checkpoints import resolve
 from common.trace import Tracer
 
 from . import ops, weights
-from .attention import TorchBackend
+from .attention import choose_backend
 from .config import EngineConfig
 from .core import Batch, Limits, Req, ReqState
 from .kvcache import KVCache, pages_for, token_bytes
@@ -51,7 +52,9 @@ class Engine:
         torch.set_num_threads(config.threads or _cores())
         model = self._load_model()
         self.kv = self._build_cache(model)
-        self.runner = ModelRunner(model, self.kv, TorchBackend(self.kv), self.device, tracer)
+        self.limits = replace(self.limits, kv_tokens=self.kv.num_pages * self.kv.page_size)
+        backend = choose_backend(self.kv, native=config.native == "auto")
+        self.runner = ModelRunner(model, self.kv, backend, self.device, tracer)
         self.sampler = Sampler(config.seed)
         self.scheduler = Scheduler(
             self.kv,

@@ -7,11 +7,13 @@ share nothing but the two mailboxes of a Channel, so that a process boundary cou
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -74,6 +76,7 @@ def run_engine(config: EngineConfig, channel: Channel, tracer: Tracer | None = N
     """
     try:
         engine = Engine(config, tracer)
+        gc.freeze()  # what was loaded stays: the collector need not walk half a million objects again and again
         channel.from_engine.put([Ready(asdict(engine.limits)), Stats(engine.stats())])
         _loop(engine, channel)
     except Exception as error:
@@ -81,6 +84,8 @@ def run_engine(config: EngineConfig, channel: Channel, tracer: Tracer | None = N
             traceback.print_exc()
         channel.from_engine.put([Fatal(f"{type(error).__name__}: {error}")])
         return error
+    finally:
+        gc.unfreeze()
     engine.close()
     return None
 
@@ -132,7 +137,7 @@ class Stream:
         outs, self.pending = self.pending, []
         ids = [token for out in outs for token in out.ids]
         self.output_tokens += len(ids)
-        text = self.detokenizer.push(ids)
+        text = self.detokenizer.push([token for out in outs for token in out.text_ids])
         finish = outs[-1].finish
         if finish:
             text += self.detokenizer.flush(finish.cut)
@@ -167,7 +172,12 @@ class Frontend:
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """From here on the engine's messages wake this loop, once per step."""
-        self.channel.from_engine.on_put = lambda: loop.call_soon_threadsafe(self._drain)
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop has ended, and nobody is left to be told
+                loop.call_soon_threadsafe(self._drain)
+
+        self.channel.from_engine.on_put = wake
         self._drain()
 
     def room(self, count: int) -> bool:
@@ -188,19 +198,17 @@ class Frontend:
         self.channel.put(Submit(rid, ids, params, max_tokens))
         return stream
 
-    def abort(self, stream: Stream) -> None:
-        """Forget a request; the engine stops it at the next step boundary. Idempotent."""
+    def abort(self, stream: Stream, reason: str = "abort", error: str | None = None) -> None:
+        """End a request from this side and tell its reader; the engine stops at the next step boundary. Idempotent."""
         if stream.rid in self.streams:
-            self.channel.put(Abort(stream.rid))
-            self._close(stream, "abort")
-
-    def fail_all(self, reason: str, error: str) -> None:
-        """End every open request from this side, telling its reader."""
-        for stream in list(self.streams.values()):
             self.channel.put(Abort(stream.rid))
             stream.pending.append(TokensOut(stream.rid, [], Finish(reason, error=error)))
             stream.filled.set()
             self._close(stream, reason)
+
+    def fail_all(self, error: str) -> None:
+        for stream in list(self.streams.values()):
+            self.abort(stream, "error", error)
 
     def _drain(self) -> None:
         for message in self.channel.get_many():
@@ -215,7 +223,7 @@ class Frontend:
                 self.ready.set()
             elif isinstance(message, Fatal):
                 self.state, self.error = "dead", message.error
-                self.fail_all("error", f"the engine has died: {message.error}")
+                self.fail_all(f"the engine has died: {message.error}")
                 self.ready.set()
                 self.dead.set()
 

@@ -8,7 +8,7 @@ import torch
 
 from common.trace import Tracer
 
-from .attention import TorchBackend
+from .attention import Backend
 from .core import Batch, Context, ForwardInput
 from .kvcache import KVCache
 from .model import Decoder
@@ -18,7 +18,7 @@ class ModelRunner:
     """The only place that knows both requests and tensors: what follows prepare() sees no Req."""
 
     def __init__(
-        self, model: Decoder, kv: KVCache, backend: TorchBackend, device: torch.device, tracer: Tracer | None = None
+        self, model: Decoder, kv: KVCache, backend: Backend, device: torch.device, tracer: Tracer | None = None
     ) -> None:
         self.model = model
         self.kv = kv

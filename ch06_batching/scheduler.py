@@ -80,7 +80,7 @@ class Scheduler:
             budget -= extend_len
             items.append(self._take(req, extend_len))
         if not self.waiting:
-            self._room = 0  # who comes later finds a static batch complete
+            self._room = 0  # a static batch is complete once nobody waits
         return Batch(items) if items else None
 
     def _take(self, req: Req, extend_len: int) -> ScheduledReq:

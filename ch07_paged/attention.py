@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from common.cpu import CpuOps, fits_native_attention, native_ops
+
 from .core import ForwardInput
 from .kvcache import KVCache
+
+
+class Backend(Protocol):
+    """How attention is computed; every backend gives what TorchBackend gives."""
+
+    def plan(self, inp: ForwardInput) -> Any:
+        """What all layers of one step share; comes back as the last argument of attend()."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, plan: Any) -> torch.Tensor: ...
 
 
 @dataclass(slots=True)
@@ -54,6 +66,83 @@ class TorchBackend:
         for start, end, length, pages in plan.spans:
             out[start:end] = causal(q[start:end], gather(keys, pages, length), gather(values, pages, length))
         return out
+
+
+class NativeBackend:
+    """The same by one compiled operator, which reads the pages where they lie."""
+
+    def __init__(self, kv: KVCache, ops: CpuOps) -> None:
+        self.kv, self.ops = kv, ops
+
+    def plan(self, inp: ForwardInput) -> ForwardInput:
+        return inp
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, plan: ForwardInput) -> torch.Tensor:
+        keys, values = self.kv.k[layer], self.kv.v[layer]
+        self.ops.store_kv(k, v, keys, values, plan.slots)
+        scale = q.shape[-1] ** -0.5
+        return self.ops.paged_attention(q, keys, values, plan.table, plan.cu_extend, plan.seq_lens, scale)
+
+
+@dataclass(slots=True)
+class TritonPlan:
+    """What all layers of one step share: the first ``decodes`` requests have one row each, the others several."""
+
+    inp: ForwardInput
+    decodes: int
+    bounds: torch.Tensor | None = None  # int32[B - decodes + 1], rows of the others, from 0; None if there are none
+    max_extend: int = 0  # rows of the longest of them
+
+
+class TritonBackend:
+    """The same by GPU kernels: decode rows and the ragged rest each take one launch per layer.
+
+    A slot below 0 is not written, and a request of length 0 gets zeros.
+    """
+
+    def __init__(self, kv: KVCache) -> None:
+        from . import kernels  # here, because it needs Triton
+
+        self.kv, self.kernels = kv, kernels
+
+    def plan(self, inp: ForwardInput) -> TritonPlan:
+        """A decode step is known by its shapes and reads nothing on the host, so that a CUDA graph can capture it."""
+        count = len(inp.seq_lens)
+        if len(inp.ids) == count:
+            return TritonPlan(inp, count)
+        bounds = inp.cu_extend.tolist()
+        extends = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+        decodes = next(i for i, extend in enumerate(extends) if extend > 1)
+        return TritonPlan(inp, decodes, inp.cu_extend[decodes:] - bounds[decodes], max(extends[decodes:]))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, plan: TritonPlan) -> torch.Tensor:
+        inp, n, caches = plan.inp, plan.decodes, (self.kv.k[layer], self.kv.v[layer])
+        self.kernels.store_kv(k, v, *caches, inp.slots)
+        out, scale = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.shape[2] ** -0.5
+        if n:
+            self.kernels.paged_decode(q[:n], *caches, inp.table[:n], inp.seq_lens[:n], scale, out=out[:n])
+        if plan.bounds is not None:
+            rest = (plan.bounds, inp.seq_lens[n:], scale, plan.max_extend)
+            self.kernels.paged_prefill(q[n:], *caches, inp.table[n:], *rest, out=out[n:])
+        return out
+
+
+def choose_backend(kv: KVCache, native: bool, wanted: str = "auto") -> Backend:
+    """The fastest backend that is right on this machine; ``native`` False keeps to plain torch.
+
+    wanted: "auto", or the one to take; ValueError where this machine does not have it.
+    """
+    device = kv.k.device.type
+    if wanted == "triton" or (wanted == "auto" and device == "cuda"):
+        if device != "cuda":
+            raise ValueError("attention_backend triton needs a CUDA device; native and torch run on a CPU")
+        return TritonBackend(kv)
+    fits = wanted == "native" or (native and wanted == "auto")
+    fits = fits and device == "cpu" and fits_native_attention(kv.k.shape[-1])
+    ops = native_ops() if fits else None
+    if wanted == "native" and ops is None:
+        raise ValueError("attention_backend native is not to be had here: no compiler, a GPU, or an odd head size")
+    return TorchBackend(kv) if ops is None else NativeBackend(kv, ops)
 
 
 def gather(cache: torch.Tensor, pages: list[int], length: int) -> torch.Tensor:

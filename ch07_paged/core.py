@@ -13,7 +13,7 @@ from common.values import check_bool, check_integer, check_number, integers, sho
 if TYPE_CHECKING:
     import torch
 
-    from .attention import Plan, TorchBackend
+    from .attention import Backend
     from .tokenizer import StopMatcher
 
 MAX_LOGPROBS = 20  # as in OpenAI's API
@@ -170,8 +170,8 @@ class Context:
     """What one forward shares and no request owns; passed to the model explicitly, never a global."""
 
     inp: ForwardInput
-    backend: TorchBackend
-    plan: Plan  # made by the backend for this input
+    backend: Backend
+    plan: Any  # made by the backend for this input
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ tensor and never synchronise, so that all of them may run while a CUDA graph is 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -137,14 +139,14 @@ def paged_decode(
     table: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
-    splits: int = 1,
+    splits: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query per request: q[B, H, D] over seq_lens[b] tokens in the pages table[b] -> [B, H, D].
 
     Caches are [P, page, KV, D], table int32[B, W] of which the first ceil(seq_len / page) entries are read, seq_lens
-    int32[B]. A request with no tokens (a padding row) gets zeros. ``splits`` (a power of two, see decode_splits) programs
-    share a request's tokens and a second kernel joins them. The definition is TorchBackend.attend.
+    int32[B]. A request with no tokens (a padding row) gets zeros. ``splits`` programs (None: see choose_splits) share a
+    request's tokens and a second kernel joins them. The definition is TorchBackend.attend.
     """
     return _attention(q, k_cache, v_cache, table, None, seq_lens, scale, 1, splits, out)
 
@@ -158,7 +160,7 @@ def paged_prefill(
     seq_lens: torch.Tensor,
     scale: float,
     max_extend: int,
-    splits: int = 1,
+    splits: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The last rows of each request: q[T, H, D], rows cu_extend[b] : cu_extend[b + 1] are its last tokens -> [T, H, D].
@@ -179,26 +181,28 @@ def _attention(
     seq_lens: torch.Tensor,
     scale: float,
     max_extend: int,
-    splits: int,
+    splits: int | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     count, heads, dim = q.shape
     kv_heads, group = k_cache.shape[2], heads // k_cache.shape[2]
     slot_stride, head_stride = _cache_strides(k_cache)
     assert _cache_strides(v_cache) == (slot_stride, head_stride) and q.stride(2) == table.stride(1) == 1
-    assert 1 <= splits <= MAX_SPLITS and splits & (splits - 1) == 0, f"splits {splits} is not a power of two"
     out = q.new_empty(q.shape) if out is None else out
     assert out.is_contiguous()
     if not count:
         return out
-    cells = count * heads * splits if splits > 1 else 0
-    partial, logsum = (q.new_empty(cells, width, dtype=torch.float32) for width in (dim, 1))
     block_m, block_n, warps, stages = attention_blocks(max_extend * group, dim, q.dtype)
-    grid = (triton.cdiv(max_extend * group, block_m) * splits, kv_heads, len(seq_lens))
-    _attend[grid](
+    tiles, page = triton.cdiv(max_extend * group, block_m), k_cache.shape[1]
+    splits = splits or choose_splits(tiles * kv_heads * len(seq_lens), table.shape[1] * page, _processors(q.device))
+    partial = logsum = None
+    if splits > 1:
+        partial = q.new_empty(count, heads, splits, dim, dtype=torch.float32)
+        logsum = q.new_empty(count, heads, splits, dtype=torch.float32)
+    _attend[(tiles * splits, kv_heads, len(seq_lens))](
         q, k_cache, v_cache, table, cu_extend, seq_lens, out, partial, logsum, scale * LOG2E,
         *q.stride()[:2], slot_stride, head_stride, table.stride(0),
-        GROUP=group, D=dim, D_PAD=_pad(dim), PAGE=k_cache.shape[1], SPLITS=splits, DECODE=cu_extend is None,
+        GROUP=group, D=dim, D_PAD=_pad(dim), PAGE=page, SPLITS=splits, DECODE=cu_extend is None,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
@@ -219,13 +223,18 @@ def attention_blocks(rows: int, dim: int, dtype: torch.dtype) -> tuple[int, int,
     return block_m, block_n, 8 if block_m == 128 else 4, 5
 
 
-def decode_splits(rows: int, max_len: int, cores: int) -> int:
-    """Parts for paged attention: ``rows`` tiles of requests with up to max_len tokens on a GPU of ``cores`` processors.
+def choose_splits(programs: int, max_len: int, processors: int) -> int:
+    """Parts (a power of two) of requests with up to max_len tokens, so that ``programs`` fill a GPU about twice.
 
-    Depends on shapes only, so that a captured graph is right for every length: enough programs to fill the GPU twice.
+    Depends on shapes only: a captured graph is right for every length.
     """
-    wanted = min(2 * cores // max(rows, 1), max_len // SPLIT_TOKENS, MAX_SPLITS)
+    wanted = min(2 * processors // programs, max_len // SPLIT_TOKENS, MAX_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit

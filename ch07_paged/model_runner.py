@@ -8,8 +8,9 @@ import torch
 
 from common.trace import Tracer
 
-from .attention import TorchBackend
+from .attention import Backend
 from .core import Batch, Context, ForwardInput
+from .graph import DecodeGraphs
 from .kvcache import KVCache
 from .model import Decoder
 
@@ -18,13 +19,14 @@ class ModelRunner:
     """The only place that knows both requests and tensors: what follows prepare() sees no Req."""
 
     def __init__(
-        self, model: Decoder, kv: KVCache, backend: TorchBackend, device: torch.device, tracer: Tracer | None = None
+        self, model: Decoder, kv: KVCache, backend: Backend, device: torch.device, tracer: Tracer | None = None
     ) -> None:
         self.model = model
         self.kv = kv
         self.backend = backend
         self.device = device
         self.tracer = tracer
+        self.graphs: DecodeGraphs | None = None
 
     def prepare(self, batch: Batch) -> ForwardInput:
         """Flatten the batch: the tokens of all requests one after another, without padding."""
@@ -49,9 +51,13 @@ class ModelRunner:
             slots=torch.tensor(self.kv.slots(batch), device=self.device),
         )
 
-    @torch.inference_mode()
     def forward(self, inp: ForwardInput) -> torch.Tensor:
-        """Logits float32[R, vocab_size], one row per entry of inp.logit_rows."""
+        """Logits float32[R, vocab_size], one row per entry of inp.logit_rows; from a graph, valid until the next call."""
+        logits = self.graphs.run(inp) if self.graphs else None
+        return self.forward_eager(inp) if logits is None else logits
+
+    @torch.inference_mode()
+    def forward_eager(self, inp: ForwardInput) -> torch.Tensor:
         return self.model.forward(Context(inp, self.backend, self.backend.plan(inp)))
 
     def run(self, batch: Batch) -> torch.Tensor:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
+from common.values import shown
+
 from .core import SamplingParams
 
 # Fields of OpenAI's API without a counterpart here, with the values that ask for nothing.
@@ -23,6 +25,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 IGNORED = ("user", "metadata")  # labels: they ask for nothing that could be refused
 MAX_CHOICES = 128
+MAX_STOPS = 64  # every token is searched for each of them
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 8192
+MAX_MEMBERS = 256  # of one JSON object
+SAMPLING = tuple(f.name for f in fields(SamplingParams))
 
 
 class ApiError(Exception):
@@ -42,8 +49,15 @@ class ApiError(Exception):
         return {"error": error}
 
 
+def bad_value(error: ValueError, field: str) -> ApiError:
+    """400 for a refusal that begins with the name of a sampling field, or else is about ``field``."""
+    name = str(error).split(" ", 1)[0]
+    return ApiError(400, str(error), name if name in SAMPLING else field)
+
+
+# Lists fail at their first wrong item: a body with a million of them would be a million errors, gigabytes and a minute.
 Text = Annotated[str, StringConstraints(strict=True)]
-TokenId = Annotated[int, Field(strict=True, ge=0)]
+TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -65,31 +79,46 @@ class Call(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: Text | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_PROMPTS)] | None = None
     seed: int | None = None
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
 
-    def sampling(self, defaults: dict[str, Any], **more: Any) -> SamplingParams:
+    def extras(self) -> dict[str, tuple[str, Any]]:
+        """SamplingParams fields that this endpoint spells its own way: {field: (its name here, value)}."""
+        return {}
+
+    def sampling(self, defaults: dict[str, Any]) -> SamplingParams:
         """SamplingParams of choice 0; ``defaults`` stand where the request is silent. Raises ApiError."""
-        names = {f.name for f in fields(SamplingParams)}
-        given = {k: v for k, v in self.model_dump().items() if k in names and v is not None and k != "logprobs"}
+        values = {n: (n, getattr(self, n)) for n in SAMPLING if n in Call.model_fields} | self.extras()
         try:
-            return SamplingParams(**(defaults | given | more))
+            return SamplingParams(**(defaults | {n: value for n, (_, value) in values.items() if value is not None}))
         except ValueError as error:
-            message = str(error)
-            raise ApiError(400, message, message.split(" ", 1)[0]) from None
+            field, _, rest = str(error).partition(" ")
+            name = values[field][0]
+            raise ApiError(400, f"{name} {rest}", name) from None
 
 
 class CompletionCall(Call):
-    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+    )
     logprobs: int | None = None
 
+    def extras(self) -> dict[str, tuple[str, Any]]:
+        return {"logprobs": ("logprobs", self.logprobs)}
+
     def prompts(self) -> list[str] | list[list[int]]:
-        p = self.prompt
-        return [p] if isinstance(p, str) or (p and isinstance(p[0], int)) else p  # type: ignore[list-item,return-value]
+        """One entry per prompt. ApiError if there is none."""
+        if not self.prompt:
+            raise ApiError(400, "prompt is empty: at least one token is needed", "prompt")
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if single else self.prompt  # type: ignore[list-item,return-value]
 
 
 class TextPart(BaseModel):
@@ -101,7 +130,7 @@ class TextPart(BaseModel):
 class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: Text | None = None
 
     def plain(self) -> dict[str, str]:
@@ -111,10 +140,18 @@ class ChatMessage(BaseModel):
 
 
 class ChatCall(Call):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+    def extras(self) -> dict[str, tuple[str, Any]]:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+        extras = {"logprobs": ("top_logprobs", (self.top_logprobs or 0) if self.logprobs else None)}
+        if self.max_completion_tokens is not None:
+            extras["max_tokens"] = ("max_completion_tokens", self.max_completion_tokens)
+        return extras
 
 
 CallT = TypeVar("CallT", bound=Call)
@@ -125,31 +162,43 @@ def parse(kind: type[CallT], body: bytes) -> CallT:
     data = _load(body)
     if not isinstance(data, dict):
         raise ApiError(400, "the body must be a JSON object")
-    data = {key: value for key, value in data.items() if value is not None and key not in IGNORED}
-    for name in UNSUPPORTED.keys() & data.keys():
-        if data[name] not in UNSUPPORTED[name]:
+    for name in [name for name in data if name not in kind.model_fields]:
+        value = data.pop(name)
+        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
             raise ApiError(400, f"{name} is not supported by this server", name)
-        del data[name]
+        if name not in UNSUPPORTED and name not in IGNORED:
+            raise ApiError(400, f"unknown field {shown(name)}", shown(name)[1:-1])
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         path = [str(part) for part in first["loc"]]
         if first["type"] == "extra_forbidden":
-            raise ApiError(400, f"unknown field {'.'.join(path)!r}", path[-1]) from None
+            raise ApiError(400, f"{path[0]}: unknown field {shown(path[-1])}", path[0]) from None
         raise ApiError(400, f"{path[0]}: {first['msg']}", path[0]) from None
 
 
 def _load(body: bytes) -> Any:
     # NaN, Infinity and endless integers come through as floats: the check of the field they stand in names it.
     try:
-        return json.loads(body, parse_int=lambda digits: int(digits) if len(digits) < 40 else float(digits))
+        return json.loads(body, parse_int=_integer, object_pairs_hook=_members)
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not UTF-8") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
+
+
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) < 40 else float(digits)
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without its nulls, which ask for nothing wherever they stand."""
+    if len(pairs) > MAX_MEMBERS:
+        raise ApiError(400, f"the body holds an object with more than {MAX_MEMBERS} members")
+    return {name: value for name, value in pairs if value is not None}
 
 
 class Answer:
@@ -199,7 +248,8 @@ def chat_logprobs(entries: Sequence[dict[str, Any]], name: Any) -> dict[str, Any
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         text = name(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        whole = "\ufffd" not in text  # a token inside a character has no text of its own, and its bytes are not known
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
 
     content = [
         one(e["token_id"], e["logprob"]) | {"top_logprobs": [one(t, lp) for t, lp in e["top"].items()]} for e in entries

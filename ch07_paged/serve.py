@@ -38,14 +38,18 @@ class HttpThread:
         self.checkpoint, self.channel, self.config, self.tracer = checkpoint, channel, config, tracer
         self.socket, self.url = bind(config.host, config.port)
         self.on_ready: Callable[[str], None] = _announce
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="http", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Event | None = None
         self._up = threading.Event()
+        self.error: Exception | None = None  # what ended the thread before its time
 
     def start(self) -> None:
+        """Raises what kept the thread from starting."""
         self._thread.start()
         self._up.wait()
+        if self.error:
+            raise self.error
 
     def join(self) -> None:
         self._thread.join(timeout=self.config.drain_timeout + 10)
@@ -55,6 +59,15 @@ class HttpThread:
         assert self._loop is not None and self._draining is not None
         with suppress(RuntimeError):  # the loop is closed: it has ended already
             self._loop.call_soon_threadsafe(self._draining.set)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except Exception as error:
+            self.error = error
+        finally:
+            self._up.set()
+            self.channel.put(Stop())  # the engine never outlives its interface
 
     async def _main(self) -> None:
         self._loop, self._draining = asyncio.get_running_loop(), asyncio.Event()
@@ -75,7 +88,6 @@ class HttpThread:
         http.should_exit = True
         await serving
         server.pool.shutdown(cancel_futures=True)
-        self.channel.put(Stop())
 
     async def _until_the_end(self, frontend: Frontend) -> None:
         """Returns once the engine has died, or everything open is answered after drain(), or its deadline is over."""
@@ -91,7 +103,7 @@ class HttpThread:
             frontend.state = "draining"
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(frontend.idle.wait(), self.config.drain_timeout)
-        frontend.fail_all("error", "the server is shutting down")
+        frontend.fail_all("the server is shutting down")
 
     def _defaults(self) -> dict[str, float]:
         """Sampling where a request is silent: the model's generation_config, else OpenAI's temperature 1."""
@@ -116,6 +128,8 @@ def serve(config: EngineConfig, http: HttpThread, tracer: Tracer | None = None) 
     http.join()
     if isinstance(error, ValueError):
         raise error
+    if http.error:
+        raise http.error
     return 1 if error else 0
 
 

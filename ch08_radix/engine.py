@@ -14,9 +14,10 @@ from common.checkpoints import resolve
 from common.trace import Tracer
 
 from . import ops, weights
-from .attention import TorchBackend
+from .attention import TritonBackend, choose_backend
 from .config import EngineConfig
 from .core import Batch, Limits, Req, ReqState
+from .graph import DecodeGraphs
 from .kvcache import KVCache, pages_for, token_bytes
 from .message import Abort, Flush, Message, Submit, TokensOut
 from .model import Decoder, ModelConfig, attention_window
@@ -53,7 +54,11 @@ class Engine:
         model = self._load_model()
         self.kv = self._build_cache(model)
         self.limits = replace(self.limits, kv_tokens=self.kv.num_pages * self.kv.page_size)
-        self.runner = ModelRunner(model, self.kv, TorchBackend(self.kv), self.device, tracer)
+        backend = choose_backend(self.kv, native=config.native == "auto", wanted=config.attention_backend)
+        self.runner = ModelRunner(model, self.kv, backend, self.device, tracer)
+        if config.cuda_graph and isinstance(backend, TritonBackend):
+            width = -(-self.limits.max_model_len // config.page_size)
+            self.runner.graphs = DecodeGraphs(self.runner.forward_eager, config.max_running, width, self.device)
         self.sampler = Sampler(config.seed)
         self.scheduler = Scheduler(
             self.kv,
@@ -116,6 +121,10 @@ class Engine:
 
     def _load_model(self) -> Decoder:
         chosen = ops.choose(self.device, self.dtype, native=self.config.native == "auto")
+        if self.device.type == "cuda" and self.config.native == "auto":
+            from . import kernels  # here, because it needs Triton
+
+            chosen = ops.Ops(chosen.linear, kernels.add_rms_norm, kernels.rotary, kernels.silu_and_mul)
         model = Decoder(self.model_config, self.limits.max_model_len, chosen, self.device, self.dtype)
         weights.load(model, self.checkpoint)
         return model

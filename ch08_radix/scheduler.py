@@ -91,7 +91,8 @@ class Scheduler:
             budget -= extend_len
             items.append(self._take(req, extend_len))
         if not self.waiting:
-            self._room = 0  # who comes later finds a static batch complete
+            self._room = 0  # a static batch is complete once nobody waits
+        items.sort(key=lambda item: item.extend_len > 1)  # decode rows first: a kernel of their own computes them
         return Batch(items) if items else None
 
     def _prefix_is_coming(self, req: Req) -> bool:

@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from common.http import body_schema, read_body, when_gone
+from common.values import shown
 
 from .config import ServerConfig
 from .core import SamplingParams
@@ -26,6 +27,7 @@ from .protocol import (
     Call,
     ChatCall,
     CompletionCall,
+    bad_value,
     chat_logprobs,
     completion_logprobs,
     parse,
@@ -33,6 +35,7 @@ from .protocol import (
 )
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
+INLINE_CHARS = 4096  # tokenized at once, in a few milliseconds
 
 
 @dataclass(slots=True)
@@ -41,7 +44,7 @@ class Choice:
 
     index: int
     stream: Stream
-    text_len: int = 0
+    token_chars: int = 0  # of the texts of the tokens it has
     begun: bool = False
 
 
@@ -51,7 +54,8 @@ class Server:
     def __init__(self, frontend: Frontend, config: ServerConfig, model: str, defaults: dict[str, Any]) -> None:
         """model: the name clients see; defaults: SamplingParams fields where a request is silent."""
         self.frontend, self.config, self.model, self.defaults = frontend, config, model, defaults
-        # Tokenizing lets go of the interpreter lock: a huge prompt costs this thread, not the streams of others.
+        # Tokenizing lets go of the interpreter lock: a huge prompt costs this thread, not the streams of others, and
+        # only other huge ones wait for it.
         self.pool = ThreadPoolExecutor(1, "tokenize")
         self.app = FastAPI(title="mini-sglang chapters", docs_url="/docs", redoc_url=None)
         self.app.add_exception_handler(ApiError, _api_error)
@@ -93,29 +97,20 @@ class Server:
 
     async def completions(self, request: Request) -> Response:
         call = await self._admit(request, CompletionCall)
-        more = {} if call.logprobs is None else {"logprobs": call.logprobs}
-        params = call.sampling(self.defaults, **more)
+        params = call.sampling(self.defaults)
         prompts = call.prompts()
-        if not prompts:
-            raise ApiError(400, "prompt: the list is empty", "prompt")
-        jobs = [self._encode(p, "prompt") if isinstance(p, str) else _ready(p) for p in prompts]
-        ids = await asyncio.gather(*jobs)
+        ids = prompts if isinstance(prompts[0], list) else await self._encode(prompts, "prompt")
         return await self._answer(request, call, ids, params, DEFAULT_MAX_TOKENS)
 
     async def chat_completions(self, request: Request) -> Response:
         call = await self._admit(request, ChatCall)
-        if call.top_logprobs is not None and not call.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-        more: dict[str, Any] = {"logprobs": call.top_logprobs or 0} if call.logprobs else {}
-        if call.max_completion_tokens is not None:
-            more["max_tokens"] = call.max_completion_tokens
-        params = call.sampling(self.defaults, **more)
+        params = call.sampling(self.defaults)
         try:
             text = self.frontend.tokenizer.render_chat([m.plain() for m in call.messages])
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
-        ids = await self._encode(text, "messages", special_tokens=False)
-        return await self._answer(request, call, [ids], params, None)
+        ids = await self._encode([text], "messages", special_tokens=False)
+        return await self._answer(request, call, ids, params, None)
 
     async def _admit(self, request: Request, kind: type[Any]) -> Any:
         """Everything that can be refused before the prompt is looked at."""
@@ -127,11 +122,11 @@ class Server:
             raise ApiError(503, f"the server is {state}" + (f": {self.frontend.error}" if state == "dead" else ""))
         kind_of_body = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
         if kind_of_body != "application/json":
-            raise ApiError(415, f"content-type must be application/json, not {kind_of_body!r}")
+            raise ApiError(415, f"content-type must be application/json, not {shown(kind_of_body)}")
         body = await read_body(request, self.config.max_body_bytes)
         if body is None:
-            refusal = f"the body is larger than {self.config.max_body_bytes} bytes"
-            raise ApiError(413, refusal, headers={"Connection": "close"})
+            message = f"the body is larger than {self.config.max_body_bytes} bytes"
+            raise ApiError(413, message, headers={"Connection": "close"})
         call = parse(kind, body)
         if call.model is not None:
             self._known_model(call.model)
@@ -177,28 +172,32 @@ class Server:
         assert limits is not None, "a ready engine has told its limits"
         try:
             checked = [(ids, limits.check(ids, params, default_max_tokens)) for ids in prompts]
+            seeds = [params.seed if params.seed is None else params.seed + i for i in range(n)]
+            each = [replace(params, seed=seed) for seed in seeds]
         except ValueError as error:
-            raise ApiError(400, str(error), field) from None
+            raise bad_value(error, field) from None
+        if len(prompts) * n > self.config.max_queue:
+            message = f"{len(prompts)} prompts with n {n} are more than the {self.config.max_queue} that may wait"
+            raise ApiError(400, message, "n" if n > 1 else field)
         if self.frontend.state != "ready":  # it may have changed while the prompt was tokenized
             raise ApiError(503, f"the server is {self.frontend.state}")
         if not self.frontend.room(len(prompts) * n):
             message = f"the queue is full: {self.config.max_queue} requests may wait"
             raise ApiError(429, message, headers={"Retry-After": "1"})
-        choices: list[Choice] = []
-        for ids, max_tokens in checked:
-            for i in range(n):
-                own = params if params.seed is None or not i else replace(params, seed=params.seed + i)
-                choices.append(Choice(len(choices), self.frontend.submit(ids, own, max_tokens)))
-        return choices
+        streams = [self.frontend.submit(ids, own, max_tokens) for ids, max_tokens in checked for own in each]
+        return [Choice(index, stream) for index, stream in enumerate(streams)]
 
-    async def _encode(self, text: str, field: str, special_tokens: bool = True) -> list[int]:
-        loop = asyncio.get_running_loop()
+    async def _encode(self, texts: list[str], field: str, special_tokens: bool = True) -> list[list[int]]:
+        def encode() -> list[list[int]]:
+            return [self.frontend.tokenizer.encode(text, special_tokens) for text in texts]
+
         try:
-            ids = await loop.run_in_executor(self.pool, self.frontend.tokenizer.encode, text, special_tokens)
+            small = sum(map(len, texts)) <= INLINE_CHARS
+            ids = encode() if small else await asyncio.get_running_loop().run_in_executor(self.pool, encode)
         except ValueError as error:
             raise ApiError(400, f"{field}: {error}", field) from None
         if self.frontend.tracer:
-            self.frontend.tracer.emit("Tokenizer", "encode", 0, length=len(ids))
+            self.frontend.tracer.emit("Tokenizer", "encode", 0, length=sum(map(len, ids)))
         return ids
 
     def _authorise(self, request: Request) -> None:
@@ -211,7 +210,7 @@ class Server:
 
     def _known_model(self, name: str) -> None:
         if name != self.model:
-            raise ApiError(404, f"model {name!r} is not served here; {self.model!r} is", "model")
+            raise ApiError(404, f"model {shown(name)} is not served here; {self.model!r} is", "model")
 
     def _model_card(self) -> dict[str, Any]:
         limits = self.frontend.limits
@@ -291,11 +290,11 @@ class Exchange:
                 self.frontend.tracer.emit("Server", "response", self.choices[0].stream.rid)
 
     def _chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        logprobs = self._logprobs(delta.logprobs, choice.text_len)
+        logprobs = self._logprobs(delta.logprobs, choice.token_chars)
         reason = delta.finish.reason if delta.finish else None
         chunk = self.answer.chunk(choice.index, delta.text, logprobs, reason, first=not choice.begun)
         choice.begun = True
-        choice.text_len += len(delta.text)
+        choice.token_chars += sum(map(len, logprobs["tokens"])) if logprobs and not self.answer.chat else 0
         return chunk
 
     def _logprobs(self, entries: list[dict[str, Any]], offset: int) -> Any:
@@ -322,10 +321,6 @@ def _event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
-async def _ready(ids: list[int]) -> list[int]:
-    return ids
-
-
 async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     try:
         yield first
@@ -342,9 +337,8 @@ async def _api_error(request: Request, error: Any) -> Response:
 
 async def _not_found(request: Request, error: Any) -> Response:
     wrong = "method" if error.status_code == 405 else "path"
-    return await _api_error(
-        request, ApiError(error.status_code, f"{request.method} {request.url.path}: no such {wrong} here")
-    )
+    message = f"{request.method} {shown(request.url.path)}: no such {wrong} here"
+    return await _api_error(request, ApiError(error.status_code, message, headers=error.headers))
 
 
 async def _our_fault(request: Request, error: Exception) -> Response:

@@ -1,0 +1,117 @@
+"""Collectives between the processes of one machine through memory that they share: microseconds, where sockets need
+hundreds of them.
+
+Waiting is spinning, so each process wants a core of its own. Where nothing can be compiled, or for a dtype that the
+library does not know, there are only sockets: ask `works` first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from common.cache import build_once, cache_dir
+
+SOURCE = Path(__file__).with_name("shm.cpp")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+PATIENCE_MS = 200
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled operators, built once per machine; None where that is impossible."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        return None
+    flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"]
+    key = zlib.crc32(b"\0".join([SOURCE.read_bytes(), compiler.encode(), *(f.encode() for f in flags)]))
+
+    def build(target: Path) -> None:
+        command = [compiler, *flags, str(SOURCE), "-o", str(target / "shm.so")]
+        subprocess.run(command, check=True, capture_output=True)
+
+    try:
+        found = ctypes.CDLL(str(build_once(cache_dir() / "native" / f"shm-{key:08x}", build, 1) / "shm.so"))
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return None
+    long, pointer, turn = ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64
+    found.minisgl_shm_slot.restype = found.minisgl_shm_bytes.restype = long
+    found.minisgl_shm_all_reduce.argtypes = [
+        pointer, ctypes.c_int, ctypes.c_int, turn, pointer, long, ctypes.c_int, long, long,
+    ]  # fmt: skip
+    found.minisgl_shm_gather.argtypes = [
+        pointer, ctypes.c_int, ctypes.c_int, turn, pointer, pointer, long, long, long,
+    ]  # fmt: skip
+    found.minisgl_shm_all_reduce.restype = found.minisgl_shm_gather.restype = long
+    return found
+
+
+def works() -> bool:
+    """Whether this machine can do it."""
+    return library() is not None
+
+
+def create(size: int) -> int:
+    """Descriptor of fresh memory for ``size`` ranks, without a name anywhere: it is gone with the last process that has
+    it. The caller hands it to the ranks and closes it."""
+    lib = library()
+    assert lib is not None, "ask works() first"
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("minisgl")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, lib.minisgl_shm_bytes(size))
+    return descriptor
+
+
+class SharedMemory:
+    """One rank's view. Every rank makes the same calls with the same sizes, in the same order."""
+
+    def __init__(self, descriptor: int, rank: int, size: int, check: Callable[[], None]) -> None:
+        """check: called five times a second while waiting for another rank; what it raises ends the wait."""
+        lib = library()
+        assert lib is not None, "ask works() first"
+        self.rank, self.size, self.check = rank, size, check
+        self._lib, self._slot, self._turn = lib, lib.minisgl_shm_slot(), 1
+        self._map = mmap.mmap(descriptor, lib.minisgl_shm_bytes(size))
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Replace x (contiguous, float32 or bfloat16) by its sum over all ranks, added in float32; the same bits in each."""
+        assert x.is_contiguous()
+        done, count, kind = 0, x.numel(), DTYPES[x.dtype]
+        while True:
+            done = self._lib.minisgl_shm_all_reduce(
+                self._base, self.rank, self.size, self._turn, x.data_ptr(), count, kind, done, PATIENCE_MS
+            )
+            if done == count:
+                break
+            self.check()
+        self._turn += -(-count * x.element_size() // self._slot)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Every rank's x (contiguous, equal shapes) as one tensor [size, *x.shape] on rank 0; None on the others."""
+        assert x.is_contiguous()
+        out = x.new_empty(self.size, *x.shape) if self.rank == 0 else None
+        done, count = 0, x.numel() * x.element_size()
+        while True:
+            done = self._lib.minisgl_shm_gather(
+                self._base, self.rank, self.size, self._turn, x.data_ptr(), out.data_ptr() if out is not None else None,
+                count, done, PATIENCE_MS,
+            )  # fmt: skip
+            if done == count:
+                break
+            self.check()
+        self._turn += -(-count // self._slot)
+        return out
