@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,42 +54,12 @@ def engine_chapter(request: pytest.FixtureRequest) -> ModuleType:
 @pytest.fixture(scope="session", params=SERVERS)
 def served(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A server of the tiny model, in a process of its own, for every chapter that has one."""
-    from common.service import Server
-    from tests.serving import MAX_MODEL_LEN, Served, tiny_flags, tiny_folder
+    from tests.serving import running
 
-    options = {"model": str(tiny_folder()), "dtype": "float32", "threads": 1, "max_model_len": MAX_MODEL_LEN}
-    with Server(request.param, *tiny_flags()) as server:
-        served = Served(request.param, server.url, options)
-        yield served
-        served.close()
-        assert "Traceback" not in server.log, server.log
-        assert (server.stop(), server.survivors) == (0, [])
+    yield from running(request.param)
 
 
 @pytest.fixture(params=BATCHING)
 def batching_chapter(request: pytest.FixtureRequest) -> ModuleType:
     """Every chapter that runs several requests in one step, in turn."""
     return chapter(request.param)
-
-
-@pytest.fixture
-def params(engine_chapter: ModuleType) -> Callable[..., Any]:
-    """params(...): SamplingParams for 12 tokens that ignore EOS, unless told otherwise."""
-    return lambda **values: engine_chapter.SamplingParams(**{"ignore_eos": True, "max_tokens": 12, **values})
-
-
-@pytest.fixture
-def engine(engine_chapter: ModuleType) -> Iterator[Callable[..., Any]]:
-    """engine(folder=, **options): an LLM on a tiny Llama in float32, its books checked after every step."""
-    from common.tiny import cached_tiny_model
-
-    opened = []
-
-    def make(folder: Path | None = None, **options: Any) -> Any:
-        options = {"dtype": "float32", "threads": 1, "debug_invariants": True, **options}
-        opened.append(engine_chapter.LLM(str(folder or cached_tiny_model("llama")), **options))
-        return opened[-1]
-
-    yield make
-    for llm in opened:
-        llm.close()

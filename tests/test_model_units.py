@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from common import cpu
 from common.checkpoints import resolve
 from common.tiny import tiny_config, tiny_model
+from tests.engine_runs import alone
 
 F32 = torch.empty(0)  # `like` for float32 layers on the CPU
 
@@ -21,6 +22,11 @@ F32 = torch.empty(0)  # `like` for float32 layers on the CPU
 def part(engine_chapter):
     """part("ops"): that module of the chapter."""
     return lambda name: importlib.import_module(f"{engine_chapter.__name__}.{name}")
+
+
+@pytest.fixture
+def group(engine_chapter):
+    return alone(engine_chapter)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -135,9 +141,9 @@ def test_causal_attention_by_loops(part, heads, kv_heads, tokens):
 # ---- layers
 
 
-def test_stacked_linear_keeps_each_part_in_its_place(part):
+def test_stacked_linear_keeps_each_part_in_its_place(part, group):
     layers, ops = part("layers"), part("ops")
-    linear = layers.QKVLinear(hidden=6, heads=4, kv_heads=2, head_dim=3, bias=True, like=F32)
+    linear = layers.QKVLinear(hidden=6, heads=4, kv_heads=2, head_dim=3, bias=True, like=F32, **group)
     sizes = {"q": 12, "k": 6, "v": 6}
     weights = {name: randn(size, 6, seed=i) for i, (name, size) in enumerate(sizes.items())}
     biases = {name: randn(size, seed=10 + i) for i, (name, size) in enumerate(sizes.items())}
@@ -154,9 +160,9 @@ def test_stacked_linear_keeps_each_part_in_its_place(part):
     torch.testing.assert_close(v, want["v"])
 
 
-def test_gate_comes_before_up(part):
+def test_gate_comes_before_up(part, group):
     layers, ops = part("layers"), part("ops")
-    linear = layers.GateUpLinear(hidden=4, intermediate=3, bias=False, like=F32)
+    linear = layers.GateUpLinear(hidden=4, intermediate=3, bias=False, like=F32, **group)
     gate, up = randn(3, 4), randn(3, 4, seed=1)
     linear.load("up", "weight", up)
     linear.load("gate", "weight", gate)
@@ -187,39 +193,39 @@ def spoil(folder, change) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def load(part, folder):
+def load(part, folder, group):
     checkpoint = resolve(str(folder))
     ops = part("ops").choose(torch.device("cpu"), torch.float32, native=False)
     config = part("model").ModelConfig.from_dict(checkpoint.config)
-    model = part("model").Decoder(config, 32, ops, torch.device("cpu"), torch.float32)
+    model = part("model").Decoder(config, 32, ops, torch.device("cpu"), torch.float32, **group)
     part("weights").load(model, checkpoint)
     return model
 
 
-def test_every_tensor_of_the_checkpoint_arrives(part, folder):
+def test_every_tensor_of_the_checkpoint_arrives(part, group, folder):
     tensors = load_file(folder / "model.safetensors")
-    model = load(part, folder)
+    model = load(part, folder, group)
     assert set(model.targets()) - set(tensors) == set()
     assert torch.equal(model.embedding.weight, tensors["model.embed_tokens.weight"])
     assert torch.equal(model.norm.weight, tensors["model.norm.weight"])
     assert torch.equal(model.layers[1].post_norm.weight, tensors["model.layers.1.post_attention_layernorm.weight"])
 
 
-def test_a_missing_tensor_is_named(part, folder):
+def test_a_missing_tensor_is_named(part, group, folder):
     spoil(folder, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ValueError, match=r"1 tensors are missing, the first is model\.layers\.1\.mlp\.up_proj\.weight"):
-        load(part, folder)
+        load(part, folder, group)
 
 
-def test_an_unknown_tensor_is_named(part, folder):
+def test_an_unknown_tensor_is_named(part, group, folder):
     spoil(folder, lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)}))
     with pytest.raises(ValueError, match=r"no place for 1 tensors, e\.g\. model\.layers\.0\.self_attn\.o_proj\.bias"):
-        load(part, folder)
+        load(part, folder, group)
 
 
-def test_an_old_rope_table_in_the_file_is_ignored(part, folder):
+def test_an_old_rope_table_in_the_file_is_ignored(part, group, folder):
     spoil(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
-    load(part, folder)
+    load(part, folder, group)
 
 
 WRONG = {
@@ -234,10 +240,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_tensor_of_the_wrong_shape_is_named(part, folder, name):
+def test_a_tensor_of_the_wrong_shape_is_named(part, group, folder, name):
     spoil(folder, lambda t: t.update({name: torch.ones(WRONG[name])}))
     with pytest.raises(ValueError, match=name.replace(".", r"\.")) as error:
-        load(part, folder)
+        load(part, folder, group)
     assert str(WRONG[name]) in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -62,7 +62,7 @@ struct Partial {
 // ---- Storage types: how keys, values and weights become words
 
 template <class T>
-struct Packed {  // float and half: one float per word
+struct Packed {  // one float per word, also for types that the processor does not multiply itself
     using Word = FloatWord;
     static MINISGL_INLINE VecU words(const T* p, int64_t) { return (VecU)load(p); }
     static MINISGL_INLINE void store_weights(uint32_t* words, int v, VecF p) { store((float*)words + v * kLanes, p); }
@@ -72,6 +72,7 @@ struct Packed {  // float and half: one float per word
     }
 };
 
+#if defined(__AVX512BF16__)
 template <>
 struct Packed<c10::BFloat16> {
     using T = c10::BFloat16;
@@ -97,13 +98,14 @@ struct Packed<c10::BFloat16> {
         }
     }
 };
+#endif
 
 // ---- sum[rows][width] = sum * scale[row] + a[rows][depth] x b[depth][width]
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kTileRows = 6, kTileVecs = 4;  // 24 of 32 registers hold sums
 #else
-constexpr int kTileRows = 2, kTileVecs = 2;
+constexpr int kTileRows = 6, kTileVecs = 2;  // 12 of 16
 #endif
 
 template <class Word, int rows, int vecs>
@@ -204,7 +206,7 @@ struct Worker {
         const Chunk* chunk;
     };
 
-    // 16 words of 16 positions, transposed: x[w] holds word `word + w` of all positions.
+    // A square of words and positions, transposed: x[w] holds word `word + w` of all positions.
     MINISGL_INLINE void read_keys(VecU (&x)[kLanes], const char* base, const Chunk& chunk, const Ahead& ahead, int64_t i,
                                   int64_t word) {
         int64_t at = word * kPer * sizeof(T), rest = (words - word) * kPer;
@@ -253,7 +255,7 @@ struct Worker {
 
     // Scores to weights of one row; the first `visible` positions count.
     void soften(int64_t row, int64_t vecs, int64_t visible, float* top, float* total) {
-        const VecI lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const VecI lane = numbered(Lanes());
         VecF s[kChunkVecs];
         VecF highest = splat(*top);
         for (int64_t i = 0; i < vecs; ++i) {
@@ -327,14 +329,10 @@ struct Worker {
 
     template <int rows>
     void weigh_all(const char* base, const Chunk& chunk, const Ahead& ahead, int64_t depth, float* sum) {
-        for (int64_t d = 0; d < p.dim; d += 4 * kLanes) {
-            switch (std::min<int64_t>((p.dim - d) / kLanes, 4)) {
-                case 1: weigh<rows, 1>(base, chunk, ahead, depth, d, sum); break;
-                case 2: weigh<rows, 2>(base, chunk, ahead, depth, d, sum); break;
-                case 3: weigh<rows, 3>(base, chunk, ahead, depth, d, sum); break;
-                default: weigh<rows, 4>(base, chunk, ahead, depth, d, sum);
-            }
-        }
+        int64_t d = 0;
+        for (; d + kTileVecs * kLanes <= p.dim; d += kTileVecs * kLanes)
+            weigh<rows, kTileVecs>(base, chunk, ahead, depth, d, sum);
+        for (; d < p.dim; d += kLanes) weigh<rows, 1>(base, chunk, ahead, depth, d, sum);
     }
 
     // One chunk for all rows of an item. Up to kFewRows rows go through registers only; for more it pays to lay keys and

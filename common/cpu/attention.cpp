@@ -136,6 +136,7 @@ void write(const Problem& p, const Item& item, const Partial& result, T* out) {
 template <class T>
 void run_units(const Problem& p, const std::vector<Item>& items, Unit begin, Unit end, const T* q, const T* k,
                const T* v, T* out, float* partials, int64_t most_rows) {
+    if (begin.item == (int64_t)items.size()) return;
     Worker<T> worker(p, q, k, v, most_rows);
     const int64_t most = Partial::floats(most_rows, p.dim);
     std::vector<float> memory(2 * most);

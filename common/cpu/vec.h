@@ -1,5 +1,5 @@
-// Sixteen lanes at a time. Vectors are the compiler's own 64-byte vector types, so that one source becomes one AVX-512
-// register, two AVX2 or four NEON ones; intrinsics stand only where the types cannot say it (bfloat16 products, half).
+// Vectors of one register. They are the compiler's own vector types, so that one source serves AVX-512, AVX2 and what has
+// 16-byte registers; intrinsics stand only where the types cannot say it (products of bfloat16, half precision).
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -18,7 +18,13 @@
 
 namespace minisgl {
 
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
 
 // f(0), f(1), … f(count - 1), written out: only with constant indices do arrays of vectors live in registers.
 template <class F, size_t... i>
@@ -31,11 +37,11 @@ MINISGL_INLINE void each(F f) {
 }
 #define MINISGL_EACH(i) [&](size_t i) __attribute__((always_inline))
 
-typedef float VecF __attribute__((vector_size(64)));
-typedef int32_t VecI __attribute__((vector_size(64)));
-typedef uint32_t VecU __attribute__((vector_size(64)));
-typedef uint16_t VecS __attribute__((vector_size(32)));
-typedef uint16_t VecW __attribute__((vector_size(64)));
+typedef float VecF __attribute__((vector_size(4 * kLanes)));
+typedef int32_t VecI __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t VecU __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t VecS __attribute__((vector_size(2 * kLanes)));  // as many elements
+typedef uint16_t VecW __attribute__((vector_size(4 * kLanes)));  // twice as many
 
 VecI lanes_of(VecF);
 VecI lanes_of(VecU);
@@ -67,7 +73,7 @@ MINISGL_INLINE VecU widen(VecS v) {  // as unsigned numbers
 #endif
 }
 
-// ---- Sixteen elements of a storage type as floats, and back with rounding to the nearest, ties to even.
+// ---- Elements of a storage type as floats, and back with rounding to the nearest, ties to even.
 
 MINISGL_INLINE VecF load(const float* p) { return load_as<VecF>(p); }
 MINISGL_INLINE VecF load(const c10::BFloat16* p) {
@@ -76,6 +82,8 @@ MINISGL_INLINE VecF load(const c10::BFloat16* p) {
 MINISGL_INLINE VecF load(const c10::Half* p) {
 #if defined(__AVX512F__)
     return (VecF)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (VecF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
     VecF v;
     for (int i = 0; i < kLanes; ++i) v[i] = static_cast<float>(p[i]);
@@ -103,7 +111,7 @@ MINISGL_INLINE void store(c10::Half* p, VecF v) {
 }
 
 template <class T>
-MINISGL_INLINE VecF load_some(const T* p, int64_t n) {  // the first n of 16, zeros behind them
+MINISGL_INLINE VecF load_some(const T* p, int64_t n) {  // the first n, zeros behind them
     T buffer[kLanes] = {};
     std::memcpy((void*)buffer, p, n * sizeof(T));
     return load(buffer);
@@ -133,16 +141,22 @@ MINISGL_INLINE VecF rounded(VecF v) {
 
 using Lanes = std::make_index_sequence<kLanes>;
 
-template <int distance, class Op, size_t... lane>
-MINISGL_INLINE VecF fold_once(VecF v, Op op, std::index_sequence<lane...>) {
-    return op(v, MINISGL_SHUFFLE(v, v, int(lane ^ distance)...));
+template <size_t... lane>
+MINISGL_INLINE VecI numbered(std::index_sequence<lane...>) {
+    return VecI{int32_t(lane)...};
 }
-template <class Op>
+template <int distance, size_t... lane>
+MINISGL_INLINE VecF moved(VecF v, std::index_sequence<lane...>) {
+    return MINISGL_SHUFFLE(v, v, int(lane ^ distance)...);
+}
+template <int distance = kLanes / 2, class Op>
 MINISGL_INLINE float fold(VecF v, Op op) {
-    v = fold_once<8>(v, op, Lanes());
-    v = fold_once<4>(v, op, Lanes());
-    v = fold_once<2>(v, op, Lanes());
-    return fold_once<1>(v, op, Lanes())[0];
+    v = op(v, moved<distance>(v, Lanes()));
+    if constexpr (distance == 1) {
+        return v[0];
+    } else {
+        return fold<distance / 2>(v, op);
+    }
 }
 MINISGL_INLINE float sum_of(VecF v) {
     return fold(v, [](VecF a, VecF b) { return a + b; });
@@ -168,20 +182,23 @@ MINISGL_INLINE void regroup(VecU& a, VecU& b, Pick pick, std::index_sequence<lan
     VecU odd = MINISGL_SHUFFLE(a, b, pick(int(lane), 1)...);
     a = even, b = odd;
 }
-// Rows become columns: 16 vectors of 16 words. Words and pairs of words change place within blocks of four words, then
-// the blocks themselves.
+// Rows become columns. Words and pairs of words change place within blocks of four words, then the blocks themselves.
 MINISGL_INLINE void transpose(VecU (&x)[kLanes]) {
-    auto words = [](int lane, int odd) { return lane % 2 * 16 + lane / 4 * 4 + lane % 4 / 2 + odd * 2; };
-    auto pairs = [](int lane, int odd) { return lane % 4 / 2 * 16 + lane / 4 * 4 + lane % 2 + odd * 2; };
-    auto blocks = [](int lane, int odd) { return lane / 8 * 16 + lane / 4 % 2 * 8 + lane % 4 + odd * 4; };
-    each<8>(MINISGL_EACH(i) { regroup(x[2 * i], x[2 * i + 1], words, Lanes()); });
-    each<4>(MINISGL_EACH(i) {
+    auto words = [](int lane, int odd) { return lane % 2 * kLanes + lane / 4 * 4 + lane % 4 / 2 + odd * 2; };
+    auto pairs = [](int lane, int odd) { return lane % 4 / 2 * kLanes + lane / 4 * 4 + lane % 2 + odd * 2; };
+    each<kLanes / 2>(MINISGL_EACH(i) { regroup(x[2 * i], x[2 * i + 1], words, Lanes()); });
+    each<kLanes / 4>(MINISGL_EACH(i) {
         regroup(x[4 * i], x[4 * i + 2], pairs, Lanes());
         regroup(x[4 * i + 1], x[4 * i + 3], pairs, Lanes());
         std::swap(x[4 * i + 1], x[4 * i + 2]);
     });
-    each<8>(MINISGL_EACH(i) { regroup(x[i + i / 4 * 4], x[i + i / 4 * 4 + 4], blocks, Lanes()); });
-    each<8>(MINISGL_EACH(i) { regroup(x[i], x[i + 8], blocks, Lanes()); });
+    if constexpr (kLanes > 4) {
+        auto blocks = [](int lane, int odd) {
+            return lane / (kLanes / 2) * kLanes + lane / 4 % (kLanes / 8) * 8 + lane % 4 + odd * 4;
+        };
+        each<kLanes / 2>(MINISGL_EACH(i) { regroup(x[i + i / 4 * 4], x[i + i / 4 * 4 + 4], blocks, Lanes()); });
+        if constexpr (kLanes > 8) each<8>(MINISGL_EACH(i) { regroup(x[i], x[i + 8], blocks, Lanes()); });
+    }
 }
 
 // 2^x for x <= 127 with a relative error of 1e-7; 0 below -126, NaN for NaN.
@@ -207,17 +224,13 @@ struct FloatWord {
     static MINISGL_INLINE VecF multiply_add(VecU a, VecU b, VecF sum) { return (VecF)a * (VecF)b + sum; }
 };
 
+#if defined(__AVX512BF16__)
 struct PairWord {
     static constexpr int kElements = 2;
     static MINISGL_INLINE VecF multiply_add(VecU a, VecU b, VecF sum) {
-#if defined(__AVX512BF16__)
         return (VecF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)a);
-#else
-        const VecU high = splat(0xffff0000u);
-        sum = (VecF)(a << 16) * (VecF)(b << 16) + sum;
-        return (VecF)(a & high) * (VecF)(b & high) + sum;
-#endif
     }
 };
+#endif
 
 }  // namespace minisgl
