@@ -82,7 +82,7 @@ def _utilisation(bench: Experiment, parent: str) -> None:
     import importlib
 
     page = 16
-    tokens = 4 * 2048 if not bench.quick else 2048
+    tokens = 2 * 2048 if not bench.quick else 2048
     series: dict[str, list[tuple[float, float]]] = {}
     rows = []
     for name, package in (("ch07 pages", str(__package__)), ("ch06 slots", parent)):

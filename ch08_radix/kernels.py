@@ -217,7 +217,7 @@ def attention_blocks(rows: int, dim: int, dtype: torch.dtype) -> tuple[int, int,
     """
     if dtype == torch.float32:  # no tensor cores: the products live in registers
         return 16, 32, 8 if dim > 64 else 4, 2
-    block_m = min(max(_pad(rows), 16), 128)
+    block_m = min(max(_pad(rows), 16), 128 if dim == _pad(dim) else 64)
     block_n = 32 if block_m > 16 and dim > 64 else 64
     # Stages are taken by the chain page table -> page -> keys: five leave two tiles of keys in flight.
     return block_m, block_n, 8 if block_m == 128 else 4, 5
