@@ -33,6 +33,20 @@ def ops() -> CpuOps:
     return found
 
 
+@pytest.fixture(scope="module")
+def ops2(ops) -> CpuOps:
+    """The operators on two threads, while the definitions stay on one."""
+
+    def on_two_threads(function):
+        def call(*arguments):
+            with threads(2):
+                return function(*arguments)
+
+        return call
+
+    return CpuOps(**{name: on_two_threads(getattr(ops, name)) for name in NAMES})
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """torch.empty, also the operators', is full of NaN: what is not written is seen."""
@@ -217,101 +231,95 @@ SIZES = [1, 6, 16, 31, 96, 576]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm(ops, dtype):
-    with threads(2):
-        for rows in ROWS:
-            for size in SIZES:
-                x, weight = randn(rows, size, dtype=dtype, seed=1) * 3, randn(size, dtype=dtype, seed=2)
-                want = definitions.rms_norm(x, weight, 1e-5)
-                assert_close(ops.rms_norm(x, weight, 1e-5), want, dtype)
-                sums = [randn(rows, size, dtype=dtype, seed=3) for _ in range(2)]
-                want = definitions.rms_norm(x, weight, 1e-5, sums[0])
-                assert_close(ops.rms_norm(x, weight, 1e-5, sums[1]), want, dtype)
-                assert torch.equal(*sums)
+def test_rms_norm(ops2, dtype):
+    for rows in ROWS:
+        for size in SIZES:
+            x, weight = randn(rows, size, dtype=dtype, seed=1) * 3, randn(size, dtype=dtype, seed=2)
+            want = definitions.rms_norm(x, weight, 1e-5)
+            assert_close(ops2.rms_norm(x, weight, 1e-5), want, dtype)
+            sums = [randn(rows, size, dtype=dtype, seed=3) for _ in range(2)]
+            want = definitions.rms_norm(x, weight, 1e-5, sums[0])
+            assert_close(ops2.rms_norm(x, weight, 1e-5, sums[1]), want, dtype)
+            assert torch.equal(*sums)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_of_heads(ops, dtype):
+def test_rms_norm_of_heads(ops2, dtype):
     """Each head with its own weight or all with one, as views into the matrix of all projections."""
     heads = randn(5, 9, 20, dtype=dtype)[:, 1:7]
     for weight in (randn(6, 20, dtype=dtype), randn(20, dtype=dtype)):
-        assert_close(ops.rms_norm(heads, weight, 1e-6), definitions.rms_norm(heads, weight, 1e-6), dtype)
+        assert_close(ops2.rms_norm(heads, weight, 1e-6), definitions.rms_norm(heads, weight, 1e-6), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotary(ops, dtype):
-    with threads(2):
-        for rows in ROWS:
-            for dim in (2, 6, 64, 80, 128):
-                x = randn(rows, 7, dim, dtype=dtype)[:, 2:5]
-                cos, sin = randn(rows, 1, dim, dtype=dtype, seed=1), randn(rows, 1, dim, dtype=dtype, seed=2)
-                assert_close(ops.rotary(x, cos, sin), definitions.rotary(x, cos, sin), dtype)
+def test_rotary(ops2, dtype):
+    for rows in ROWS:
+        for dim in (2, 6, 64, 80, 128):
+            x = randn(rows, 7, dim, dtype=dtype)[:, 2:5]
+            cos, sin = randn(rows, 1, dim, dtype=dtype, seed=1), randn(rows, 1, dim, dtype=dtype, seed=2)
+            assert_close(ops2.rotary(x, cos, sin), definitions.rotary(x, cos, sin), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_store_kv(ops, dtype):
-    with threads(2):
-        for rows in ROWS:
-            qkv = randn(rows, 10, 24, dtype=dtype)
-            slots = torch.randperm(400, generator=torch.Generator().manual_seed(rows))[:rows]
-            got = [torch.full((50, 8, 3, 24), torch.nan, dtype=dtype) for _ in range(2)]
-            want = [cache.clone() for cache in got]
-            ops.store_kv(qkv[:, 4:7], qkv[:, 7:], *got, slots)
-            definitions.store_kv(qkv[:, 4:7], qkv[:, 7:], *want, slots)
-            for a, b in zip(got, want, strict=True):
-                assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+def test_store_kv(ops2, dtype):
+    for rows in ROWS:
+        qkv = randn(rows, 10, 24, dtype=dtype)
+        slots = torch.randperm(400, generator=torch.Generator().manual_seed(rows))[:rows]
+        got = [torch.full((50, 8, 3, 24), torch.nan, dtype=dtype) for _ in range(2)]
+        want = [cache.clone() for cache in got]
+        ops2.store_kv(qkv[:, 4:7], qkv[:, 7:], *got, slots)
+        definitions.store_kv(qkv[:, 4:7], qkv[:, 7:], *want, slots)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotary_store(ops, dtype, with_norm):
-    with threads(2):
-        for rows in ROWS:
-            for dim in (6, 64, 80):
-                qkv = randn(rows, 9, dim, dtype=dtype)
-                before = qkv.clone()
-                cos, sin = randn(rows, 1, dim, dtype=dtype, seed=1), randn(rows, 1, dim, dtype=dtype, seed=2)
-                norm = (randn(7, dim, dtype=dtype, seed=3), 1e-6) if with_norm else ()
-                slots = torch.randperm(400, generator=torch.Generator().manual_seed(rows))[:rows]
-                got = [torch.zeros(50, 8, 2, dim, dtype=dtype) for _ in range(2)]
-                want = [cache.clone() for cache in got]
-                q = ops.rotary_store(qkv[:, :7], qkv[:, 7:], cos, sin, *got, slots, *norm)
-                expected = definitions.rotary_store(qkv[:, :7], qkv[:, 7:], cos, sin, *want, slots, *norm)
-                assert torch.equal(qkv, before)
-                for a, b in zip([q, *got], [expected, *want], strict=True):
-                    assert_close(a, b, dtype)
+def test_rotary_store(ops2, dtype, with_norm):
+    for rows in ROWS:
+        for dim in (6, 64, 80):
+            qkv = randn(rows, 9, dim, dtype=dtype)
+            before = qkv.clone()
+            cos, sin = randn(rows, 1, dim, dtype=dtype, seed=1), randn(rows, 1, dim, dtype=dtype, seed=2)
+            norm = (randn(7, dim, dtype=dtype, seed=3), 1e-6) if with_norm else ()
+            slots = torch.randperm(400, generator=torch.Generator().manual_seed(rows))[:rows]
+            got = [torch.zeros(50, 8, 2, dim, dtype=dtype) for _ in range(2)]
+            want = [cache.clone() for cache in got]
+            q = ops2.rotary_store(qkv[:, :7], qkv[:, 7:], cos, sin, *got, slots, *norm)
+            expected = definitions.rotary_store(qkv[:, :7], qkv[:, 7:], cos, sin, *want, slots, *norm)
+            assert torch.equal(qkv, before)
+            for a, b in zip([q, *got], [expected, *want], strict=True):
+                assert_close(a, b, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_and_mul(ops, dtype):
-    with threads(2):
-        for rows in ROWS:
-            for size in SIZES:
-                x = randn(rows, 2 * size + 4, dtype=dtype)[:, : 2 * size] * 8
-                assert_close(ops.silu_and_mul(x), definitions.silu_and_mul(x), dtype)
+def test_silu_and_mul(ops2, dtype):
+    for rows in ROWS:
+        for size in SIZES:
+            x = randn(rows, 2 * size + 4, dtype=dtype)[:, : 2 * size] * 8
+            assert_close(ops2.silu_and_mul(x), definitions.silu_and_mul(x), dtype)
     extreme = torch.tensor([[-1e30, -200.0, 0.0, 200.0, 1e30, torch.nan, 1, 1, 1, 1, 1, 1]])
     want = definitions.silu_and_mul(extreme)
-    assert torch.allclose(ops.silu_and_mul(extreme), want, atol=1e-6, equal_nan=True)
+    assert torch.allclose(ops2.silu_and_mul(extreme), want, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_argmax_rows(ops, dtype):
+def test_argmax_rows(ops2, dtype):
     """Few distinct values, so that almost every row has ties: the first maximum counts, as in torch."""
-    with threads(2):
-        for rows in (0, 1, 5, 70):
-            for size in (1, 15, 16, 511, 513, 1000, 49152):
-                x = (randn(rows, size + 1, seed=size)[:, 1:] * 2).round().to(dtype)
-                assert torch.equal(ops.argmax_rows(x), x.argmax(-1))
+    for rows in (0, 1, 5, 70):
+        for size in (1, 15, 16, 511, 513, 1000, 49152):
+            x = (randn(rows, size + 1, seed=size)[:, 1:] * 2).round().to(dtype)
+            assert torch.equal(ops2.argmax_rows(x), x.argmax(-1))
 
 
-def test_argmax_rows_of_infinities_and_nan(ops):
+def test_argmax_rows_of_infinities_and_nan(ops2):
     for size in (5, 16, 700, 5000):
         for values in ([-torch.inf], [-torch.inf, torch.inf], [torch.nan, torch.inf], [-0.0, 0.0]):
             x = torch.full((1, size), -torch.inf)
             for at in (0, size // 2, size - 1):
                 for value in values:
                     x[0, at] = value
-                    assert torch.equal(ops.argmax_rows(x), x.argmax(-1)), (size, at, value)
+                    assert torch.equal(ops2.argmax_rows(x), x.argmax(-1)), (size, at, value)
 
 
 @pytest.mark.parametrize(
@@ -442,7 +450,9 @@ def test_a_compiler_that_fails_is_asked_once(tmp_path, monkeypatch, capsys):
     assert "delete" in fallback(capsys) and calls(tmp_path) == asked
     compiler_script(tmp_path, 'echo "error: another compiler" >&2; exit 1')
     assert "another compiler" in fallback(capsys) and calls(tmp_path) > asked
-    assert not list((tmp_path / "cache" / "native").glob("ops-*/*")), "nothing half built is left where it would be used"
+    assert not list((tmp_path / "cache" / "native").glob("ops-*/*")), (
+        "nothing half built is left where it would be used"
+    )
 
 
 def test_a_compiler_that_is_killed_is_asked_again(tmp_path, monkeypatch, capsys):

@@ -87,16 +87,19 @@ def command(name: str, *flags: str) -> None:
             signal.signal(number, handler)
 
 
-def bare_folder(tmp_path: Path) -> str:
-    """A model without a tokenizer."""
-    for file in ("config.json", "model.safetensors", "generation_config.json"):
+def foreign_folder(tmp_path: Path) -> str:
+    """A model whose tokenizer is refused: what fails is the thread of the interface, not the engine."""
+    for file in ("config.json", "model.safetensors", "generation_config.json", "tokenizer.json"):
         os.symlink(tiny_folder() / file, tmp_path / file)
+    config = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text("")
     return str(tmp_path)
 
 
 @pytest.mark.parametrize("name", FRONTS)
 @pytest.mark.parametrize(
-    "fault", ["port in use", "bad flag", "bad value", "no tokenizer", "too long", "no model", "bad host"]
+    "fault", ["port in use", "bad flag", "bad value", "foreign tokenizer", "too long", "no model", "bad host"]
 )
 def test_a_server_that_cannot_start_says_why_in_one_line(
     name: str, fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -107,7 +110,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line(
         "port in use": (["--port", port], ["127.0.0.1", port, "in use"]),
         "bad flag": (["--prot", "1"], ["--prot"]),
         "bad value": (["--port", "0", "--max-queue", "0"], ["max_queue"]),
-        "no tokenizer": (["--port", "0", "--model", bare_folder(tmp_path)], ["tokenizer"]),
+        "foreign tokenizer": (["--port", "0", "--model", foreign_folder(tmp_path)], ["trust_remote_code"]),
         "too long": (["--port", "0", "--max-model-len", "5000"], ["5000", "2048"]),
         "no model": (["--port", "0", "--model", str(tmp_path / "none")], ["none"]),
         "bad host": (["--port", "0", "--host", "no.such.host.invalid"], ["no.such.host.invalid"]),

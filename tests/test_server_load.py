@@ -21,8 +21,9 @@ import torch
 from common.api import Events
 from common.service import Server
 from tests.conftest import BATCHING, chapter
+from tests.puppet import in_process
 from tests.scheduling import part
-from tests.serving import Served, in_process, tiny_folder
+from tests.serving import Served, tiny_folder
 
 IN_PROCESS = [name for name in BATCHING if name < "ch09"]  # beyond, an engine lives in processes of its own
 CONCURRENCY = 64
@@ -31,13 +32,14 @@ TEXTS = ("The capital of", "def f(x):\n", "请解释什么是 KV Cache？", "1, 
 
 
 class RealEngine:
-    """Makes the engine of the chapter where tests.serving expects a puppet, and keeps it at hand."""
+    """Makes the engine of the chapter where tests.puppet expects a puppet, and keeps it at hand."""
 
     def __init__(self, name: str, **options: Any) -> None:
         self.name, self.options = name, options
-        self.flow, self.loading = threading.Event(), None
+        self.called, self.flow, self.loading = threading.Event(), threading.Event(), None
 
     def __call__(self, _: Any, tracer: Any = None) -> Any:
+        self.called.set()
         config = importlib.import_module(f"{self.name}.config").EngineConfig(**self.options)
         self.engine = importlib.import_module(f"{self.name}.engine").Engine(config, tracer)
         return self.engine

@@ -1,63 +1,12 @@
 // Attention of one block of query rows over one chunk of positions: what attention.cpp's threads do, in registers.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "vec.h"
+#include "paged.h"
 
 namespace minisgl {
-
-constexpr int kChunk = 64;  // positions whose scores exist at one time
-constexpr int kChunkVecs = kChunk / kLanes;
-constexpr int64_t kMaxDim = 512;
-constexpr float kLowest = -1e30f;  // below any score, but finite: the difference of two is 0, not NaN
-
-struct Problem {
-    int64_t heads, kv_heads, group, dim;
-    int64_t page, pages, width;                              // tokens of a page, pages, pages per row of the table
-    int64_t q_token, q_head;                                 // strides in elements
-    int64_t k_page, k_slot, k_head, v_page, v_slot, v_head;  // strides in bytes
-    const int32_t* table;
-    float scale;  // of the scores as powers of two
-};
-
-struct Item {  // a block of query rows: tokens of one request, and the heads of one or more KV heads
-    int64_t request, token, tokens, kv_begin, kv_heads;
-    int64_t length;          // positions that the last token sees
-    int64_t segment, units;  // positions of a unit, number of units
-    int64_t partial;         // offset of the units' partial results, -1 if one thread computes them all
-};
-
-struct Chunk {  // positions [begin, begin + size) of item number `item` and where they lie: offsets in bytes
-    int64_t item, begin, size;
-    int64_t k_row[kChunk], v_row[kChunk];  // behind the last position the last one again: safe to read, never used
-};
-
-// Results before normalisation, one per query row: the highest score, the sum of weights relative to it, and the weighted
-// sum of values.
-struct Partial {
-    float *sum, *top, *total;
-
-    static int64_t floats(int64_t rows, int64_t dim) { return rows * (dim + 2); }
-    Partial(float* memory, int64_t rows, int64_t dim) : sum(memory), top(sum + rows * dim), total(top + rows) {}
-    void clear(int64_t rows, int64_t dim) {
-        std::fill(sum, sum + rows * dim, 0.0f);
-        std::fill(top, top + rows, kLowest);
-        std::fill(total, total + rows, 0.0f);
-    }
-    void add(const Partial& other, int64_t rows, int64_t dim) {
-        for (int64_t r = 0; r < rows; ++r) {
-            float top_now = std::max(top[r], other.top[r]);
-            float mine = exp2(splat(top[r] - top_now))[0], theirs = exp2(splat(other.top[r] - top_now))[0];
-            top[r] = top_now;
-            total[r] = total[r] * mine + other.total[r] * theirs;
-            for (int64_t d = r * dim; d < (r + 1) * dim; d += kLanes)
-                store(sum + d, load(sum + d) * mine + load(other.sum + d) * theirs);
-        }
-    }
-};
 
 // ---- Storage types: how keys, values and weights become words
 
@@ -335,8 +284,8 @@ struct Worker {
         for (; d < p.dim; d += kLanes) weigh<rows, 1>(base, chunk, ahead, depth, d, sum);
     }
 
-    // One chunk for all rows of an item. Up to kFewRows rows go through registers only; for more it pays to lay keys and
-    // values out for the multiplication first.
+    // One chunk for all rows of an item. Up to four rows go through registers only; for more it pays to lay keys and values
+    // out for the multiplication first.
     void attend(const Item& item, const Chunk& chunk, const Chunk& next, Partial result) {
         const int64_t rows = item.tokens * p.group;
         const int64_t vecs = (chunk.size + kLanes - 1) / kLanes, depth = (chunk.size + kPer - 1) / kPer;
@@ -360,10 +309,12 @@ struct Worker {
                 soften_all();
                 weigh_all<count>(values_at, chunk, ahead, depth, sum);
             };
-            if (kDirect && rows == 1) { few(std::integral_constant<int, 1>()); continue; }
-            if (kDirect && rows == 2) { few(std::integral_constant<int, 2>()); continue; }
-            if (kDirect && rows == 3) { few(std::integral_constant<int, 3>()); continue; }
-            if (kDirect && rows == 4) { few(std::integral_constant<int, 4>()); continue; }
+            switch (kDirect ? rows : 0) {
+                case 1: few(std::integral_constant<int, 1>()); continue;
+                case 2: few(std::integral_constant<int, 2>()); continue;
+                case 3: few(std::integral_constant<int, 3>()); continue;
+                case 4: few(std::integral_constant<int, 4>()); continue;
+            }
             pack_keys(keys_at, chunk, ahead);
             multiply<Word>(rows, vecs, query, words, keys, kChunk, words, scores, kChunk, nullptr);
             soften_all();

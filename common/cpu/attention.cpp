@@ -96,7 +96,7 @@ struct Walk {
         if (item < (int64_t)items.size() && item <= end.item) {
             chunk.item = item;
             chunk.begin = at;
-            chunk.size = std::min({at / kChunk * kChunk + kChunk, stop()}) - at;
+            chunk.size = std::min<int64_t>(kChunk, stop() - at);
             locate(chunk, p.table + items[item].request * p.width);
             at += chunk.size;
         }
@@ -196,7 +196,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k, const at::T
     int64_t requests = seq_lens.numel(), heads = q.size(1), kv_heads = k.size(2), dim = q.size(2);
     TORCH_CHECK(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, "paged_attention: ", heads,
                 " query heads do not divide among ", kv_heads, " KV heads");
-    TORCH_CHECK(dim > 0 && dim % kLanes == 0 && dim <= kMaxDim, "paged_attention: head dim ", dim,
+    TORCH_CHECK(dim > 0 && dim % 16 == 0 && dim <= kMaxDim, "paged_attention: head dim ", dim,
                 " is not a multiple of 16 up to ", kMaxDim);
     TORCH_CHECK(table.dim() == 2 && table.size(0) == requests && cu_extend.numel() == requests + 1,
                 "paged_attention: want table[B, W], cu_extend[B + 1] and seq_lens[B], got ", table.sizes(), ", ",

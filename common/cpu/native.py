@@ -29,7 +29,7 @@ from common.cpu.probe import first_wrong
 
 HERE = Path(__file__).parent
 SOURCES = ("attention.cpp", "small_ops.cpp")
-HEADERS = ("attend.h", "tensors.h", "vec.h")
+HEADERS = ("attend.h", "paged.h", "tensors.h", "vec.h")
 LIBRARY = "ops.so"
 VERSION = 1
 # No -ffast-math: infinities and NaN are meant. Aliasing is off because vectors are read through element pointers.

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import mmap
 import os
-import shutil
+import platform
 import subprocess
 import tempfile
 import zlib
@@ -20,29 +20,34 @@ from pathlib import Path
 
 import torch
 
-from common.cache import build_once, cache_dir
+from common.cache import CheckpointError, build_once, cache_dir
+from common.cpu import native
 
 SOURCE = Path(__file__).with_name("shm.cpp")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 PATIENCE_MS = 200
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native",
+)
+LIBRARY, VERSION = "shm.so", 1
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled operators, built once per machine; None where that is impossible."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler:
-        return None
-    flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"]
-    key = zlib.crc32(b"\0".join([SOURCE.read_bytes(), compiler.encode(), *(f.encode() for f in flags)]))
 
     def build(target: Path) -> None:
-        command = [compiler, *flags, str(SOURCE), "-o", str(target / "shm.so")]
+        command = [*native.compiler(), *FLAGS, "-shared", str(SOURCE), "-o", str(target / LIBRARY)]
         subprocess.run(command, check=True, capture_output=True)
 
+    key = zlib.crc32(bytes(1).join([SOURCE.read_bytes(), native.processor().encode(), *map(str.encode, FLAGS)]))
     try:
-        found = ctypes.CDLL(str(build_once(cache_dir() / "native" / f"shm-{key:08x}", build, 1) / "shm.so"))
-    except (OSError, ValueError, subprocess.CalledProcessError):
+        folder = build_once(cache_dir() / "native" / f"shm-{key:08x}", build, VERSION)
+        found = ctypes.CDLL(str(folder / LIBRARY))
+    except (OSError, CheckpointError, native.NativeError, subprocess.CalledProcessError):
         return None
     long, pointer, turn = ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64
     found.minisgl_shm_slot.restype = found.minisgl_shm_bytes.restype = long
@@ -56,9 +61,10 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-def works() -> bool:
-    """Whether this machine can do it."""
-    return library() is not None
+def works(ranks: int = 1) -> bool:
+    """Whether this machine can do it for so many ranks: spinning takes a core for each."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ranks <= cores and library() is not None
 
 
 def create(size: int) -> int:

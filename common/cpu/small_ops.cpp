@@ -11,7 +11,7 @@ namespace {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// f(index, count) for runs of up to 16 elements.
+// f(index, count) for runs of elements that fill a vector, and for what is left.
 template <class F>
 MINISGL_INLINE void vectors(int64_t n, F f) {
     int64_t i = 0;

@@ -1,0 +1,399 @@
+"""One model over several ranks computes what one rank computes, and no rank decides alone or outlives the others."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from common.cpu import shm
+from common.tiny import cached_tiny_model
+from tests.conftest import ROOT
+from tests.oracle import assert_greedy, hf_logits
+from tests.ranks import TP_CHAPTERS, Meeting, ThreadGroup, alive, children, gone, logits, modules
+
+IDS = [17, 230, 9, 511, 64, 700, 33, 5, 81, 640, 1002, 1, 0, 77]
+PROMPTS = [IDS[:7], [5, 81, 640], [1002] * 40, IDS * 3]
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+BIASED = {"attention_bias": True, "mlp_bias": True}
+ODD_VOCABULARY = {"vocab_size": 1003}
+TINY_POOL = {"kv_memory": "24K", "page_size": 4, "max_model_len": 64, "max_batch_tokens": 16}
+
+
+@pytest.fixture(params=TP_CHAPTERS)
+def chapter(request: pytest.FixtureRequest) -> ModuleType:
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture
+def open_llm(chapter: ModuleType) -> Iterator[Callable[..., Any]]:
+    """open_llm(folder=, **options): an exact LLM whose books are checked after every step; closed at the end, and no
+    process of it is left."""
+    opened: list[Any] = []
+    before = set(children())
+
+    def make(folder: Path | None = None, **options: Any) -> Any:
+        options = {"dtype": "float32", "threads": 1, "debug_invariants": True, **options}
+        opened.append(chapter.LLM(str(folder or cached_tiny_model("llama")), **options))
+        return opened[-1]
+
+    yield make
+    for llm in opened:
+        llm.close()
+    assert set(children()) <= before
+
+
+def greedy(chapter: ModuleType, llm: Any, max_tokens: int = 12) -> list[list[int]]:
+    params = chapter.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return [out.token_ids for out in llm.generate(PROMPTS, params, progress=False)]
+
+
+# ---- the same numbers -----------------------------------------------------------------------------------------------
+
+MODELS = [
+    pytest.param("llama", {}, (1, 2, 4, 8), id="llama-8-heads-2-kv"),
+    pytest.param("llama3rope", SIX_HEADS, (1, 3, 6), id="llama3rope-6-heads-3-kv"),
+    pytest.param("qwen2", {}, (2, 4), id="qwen2"),
+    pytest.param("qwen3", SIX_HEADS, (3,), id="qwen3-6-heads-3-kv"),
+    pytest.param("mistral", {}, (2,), id="mistral"),
+    pytest.param("llama", BIASED, (2, 4), id="llama-with-every-bias"),
+    pytest.param("llama", {"num_key_value_heads": 1}, (2, 8), id="one-kv-head-for-all"),
+    pytest.param("llama", {"vocab_size": 1005, "tie_word_embeddings": True}, (2, 4), id="odd-tied-vocabulary"),
+]
+
+
+@pytest.mark.parametrize(("arch", "overrides", "sizes"), MODELS)
+def test_the_logits_of_any_number_of_ranks_are_those_of_transformers(
+    chapter: ModuleType, arch: str, overrides: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    folder = cached_tiny_model(arch, **overrides)
+    want = hf_logits(folder, IDS)
+    for size in sizes:
+        got = logits(chapter, folder, IDS, size)
+        assert got.shape == want.shape, "padding of the vocabulary reaches nobody"
+        # With its random biases one model's activations, and so its rounding, are larger.
+        assert (got - want).abs().max() < (4e-4 if overrides == BIASED else 1e-4), f"tp {size}"
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared-memory", "gloo"])
+def test_two_processes_generate_what_one_does(
+    chapter: ModuleType, open_llm: Callable[..., Any], shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shared:
+        monkeypatch.setattr(shm, "works", lambda ranks: False)
+    folder = cached_tiny_model("llama")
+    llm = open_llm(folder, tp=2)
+    assert len(children()) >= 1
+    outputs = greedy(chapter, llm)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert assert_greedy(folder, prompt, output) > 8
+    assert outputs == greedy(chapter, open_llm(folder))
+
+
+def test_four_ranks_share_two_kv_heads_and_three_share_three(chapter: ModuleType, open_llm: Callable[..., Any]) -> None:
+    for folder, tp in ((cached_tiny_model("llama"), 4), (cached_tiny_model("qwen3", **SIX_HEADS), 3)):
+        llm = open_llm(folder, tp=tp)
+        for prompt, output in zip(PROMPTS, greedy(chapter, llm), strict=True):
+            assert assert_greedy(folder, prompt, output) > 8
+        llm.close()
+
+
+def test_samples_and_logprobs_do_not_depend_on_the_number_of_ranks(
+    chapter: ModuleType, open_llm: Callable[..., Any]
+) -> None:
+    params = chapter.SamplingParams(max_tokens=8, temperature=0.9, top_p=0.9, seed=5, logprobs=3, ignore_eos=True)
+    one, two = (open_llm(tp=tp).generate(PROMPTS, params, progress=False) for tp in (1, 2))
+    for a, b in zip(one, two, strict=True):
+        assert a.token_ids == b.token_ids
+        for x, y in zip(a.logprobs, b.logprobs, strict=True):
+            assert abs(x["logprob"] - y["logprob"]) < 1e-4
+            assert x["top"].keys() == y["top"].keys()
+
+
+def test_paging_prefixes_chunks_preemption_and_aborts_work_as_on_one_rank(
+    chapter: ModuleType, open_llm: Callable[..., Any]
+) -> None:
+    """A pool that is too small, so that requests are preempted; equal prefixes; aborts in the middle."""
+
+    def run(tp: int) -> tuple[list[list[int]], dict[str, int]]:
+        llm = open_llm(tp=tp, **TINY_POOL)
+        rids = [llm.add(IDS[: 8 + i % 5], chapter.SamplingParams(max_tokens=20, ignore_eos=True)) for i in range(8)]
+        outputs = []
+        for step in range(400):
+            if step == 4:
+                llm.abort(rids[2])
+            if step == 9:
+                llm.abort(rids[7])
+                llm.add([7] * 30, chapter.SamplingParams(max_tokens=34, ignore_eos=True))  # up to the last position
+            outputs += [(len(out.prompt_token_ids), out.token_ids) for out in llm.step()]
+            if not llm.has_work():
+                return outputs, llm.stats()
+        raise AssertionError("it never ends")
+
+    (one, stats_one), (two, stats_two) = run(1), run(2)
+    assert two == one
+    assert stats_two["preemptions"] > 0 and stats_two["prefix_hit_tokens"] > 0
+    assert {**stats_two, "allreduce_bytes": 0} == stats_one
+
+
+# ---- shares of the weights ------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A checkpoint slice that notes which elements were read."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole, self.shape = whole, tuple(whole.shape)
+        self.read = torch.zeros(self.shape, dtype=torch.int64)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self.read[index] += 1
+        return self.whole[index]
+
+
+def test_each_rank_reads_its_share_and_nothing_else(chapter: ModuleType) -> None:
+    part = modules(chapter)
+    like, size = torch.empty(0), 4
+    layers = {
+        "gate_up": (lambda g: part("layers").GateUpLinear(8, 12, False, like, g), "up", (12, 8)),
+        "row": (lambda g: part("layers").RowLinear(12, 8, False, like, g), "out", (8, 12)),
+        "head": (lambda g: part("layers").LMHead(8, 10, like, g), "out", (10, 8)),
+        "q": (lambda g: part("layers").QKVLinear(8, 4, 2, 3, False, like, g), "q", (12, 8)),
+    }
+    for name, (make, piece, shape) in layers.items():
+        sources = [Recorded(torch.randn(shape)) for _ in range(size)]
+        for rank, source in enumerate(sources):
+            make(ThreadGroup(rank, size, Meeting(size))).load(piece, "weight", source)
+        assert torch.equal(sum(s.read for s in sources), torch.ones(shape, dtype=torch.int64)), name
+        assert max(int(s.read.sum()) for s in sources) <= -(-shape[0] * shape[1] // size) + 8, name
+    # Two KV heads on four ranks: each is read twice.
+    sources = [Recorded(torch.randn(6, 8)) for _ in range(size)]
+    for rank, source in enumerate(sources):
+        part("layers").QKVLinear(8, 4, 2, 3, False, like, ThreadGroup(rank, size, Meeting(size))).load(
+            "k", "weight", source
+        )
+    assert all(int(s.read.sum()) == 3 * 8 for s in sources)
+    assert torch.equal(sum(s.read for s in sources), torch.full((6, 8), 2))
+
+
+def test_the_bias_of_a_sum_is_added_once(chapter: ModuleType) -> None:
+    part = modules(chapter)
+    ops = part("ops").choose(torch.device("cpu"), torch.float32, native=False)
+    weight, bias, x = torch.randn(5, 12), torch.randn(5), torch.randn(3, 12)
+
+    def rank(group: ThreadGroup) -> torch.Tensor:
+        layer = part("layers").RowLinear(12, 5, True, torch.empty(0), group)
+        layer.load("out", "weight", weight)
+        layer.load("out", "bias", bias)
+        layer.finish(ops)
+        return layer(x[:, group.rank * 4 : group.rank * 4 + 4].contiguous())
+
+    for out in Meeting(3).run(rank):
+        torch.testing.assert_close(out, x @ weight.T + bias)
+
+
+def test_a_tensor_of_another_shape_is_refused_by_every_rank(chapter: ModuleType) -> None:
+    layer = modules(chapter)("layers").RowLinear(12, 5, False, torch.empty(0), ThreadGroup(1, 3, Meeting(3)))
+    for shape in ((5, 4), (12, 5), (5, 13), (5,)):
+        with pytest.raises(ValueError, match=r"expected \(5, 12\)"):
+            layer.load("out", "weight", torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tp", "works"),
+    [
+        ({}, 3, "1, 2, 4, 8"),
+        ({}, 16, "1, 2, 4, 8"),
+        (SIX_HEADS, 4, "1, 3, 6"),
+        ({"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 94}, 4, "1, 2"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_with_those_that_work(
+    open_llm: Callable[..., Any], overrides: dict[str, Any], tp: int, works: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"tp {tp} .* can be {works}$"):
+        open_llm(cached_tiny_model("llama", **overrides), tp=tp)
+
+
+@pytest.mark.parametrize(
+    "options", [{"tp": 0}, {"tp": -1}, {"tp": 3, "nnodes": 2}, {"tp": 2, "nnodes": 2, "node_rank": 2}]
+)
+def test_options_that_contradict_each_other_are_refused(chapter: ModuleType, options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"tp|node_rank"):
+        modules(chapter)("config").EngineConfig(**options)
+
+
+# ---- collectives ----------------------------------------------------------------------------------------------------
+
+
+def test_bytes_are_two_all_reduces_per_layer_and_one_for_the_embedding(
+    chapter: ModuleType, open_llm: Callable[..., Any]
+) -> None:
+    one, two = open_llm(), open_llm(tp=2)
+    for llm in (one, two):
+        greedy(chapter, llm)
+    layers, hidden, size = 3, 64, 4
+    stats = two.stats()
+    assert stats["allreduce_bytes"] == stats["forwarded_tokens"] * (2 * layers + 1) * hidden * size
+    assert one.stats()["allreduce_bytes"] == 0
+    assert two.engine.model_config.layers == layers
+
+
+@pytest.mark.skipif(not shm.works(), reason="no compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_shared_memory_adds_in_the_order_of_the_ranks(size: int, dtype: torch.dtype) -> None:
+    """Sizes around those of a slot, many times over, so that slots are used again while others may still read them."""
+    descriptor = shm.create(size)
+    slot = 256 * 1024 // dtype.itemsize
+    counts = [1, 7, 1000, slot - 1, slot, slot + 1, 3 * slot + 5] * 3
+    parts = [[torch.randn(n, generator=torch.Generator().manual_seed(100 * r + i)).to(dtype) for i, n in enumerate(counts)]
+             for r in range(size)]  # fmt: skip
+
+    def rank(group: ThreadGroup) -> tuple[list[torch.Tensor], list[Any]]:
+        memory = shm.SharedMemory(descriptor, group.rank, size, lambda: None)
+        sums, gathered = [], []
+        for x in parts[group.rank]:
+            y = x.clone()
+            memory.all_reduce(y)
+            sums.append(y)
+            gathered.append(memory.gather(x))
+        return sums, gathered
+
+    results = Meeting(size).run(rank)
+    os.close(descriptor)
+    for i in range(len(counts)):
+        total = parts[0][i].float()
+        for r in range(1, size):
+            total = total + parts[r][i].float()
+        for sums, _ in results:
+            assert torch.equal(sums[i], total.to(dtype))
+        assert torch.equal(results[0][1][i], torch.stack([parts[r][i] for r in range(size)]))
+        assert all(gathered[i] is None for _, gathered in results[1:])
+
+
+@pytest.mark.skipif(not shm.works(), reason="no compiler")
+def test_waiting_for_a_rank_that_never_comes_can_be_given_up() -> None:
+    descriptor = shm.create(2)
+    calls: list[float] = []
+
+    def check() -> None:
+        calls.append(time.monotonic())
+        if len(calls) == 3:
+            raise RuntimeError("rank 1 has ended")
+
+    memory = shm.SharedMemory(descriptor, 0, 2, check)
+    os.close(descriptor)
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        memory.all_reduce(torch.ones(3))
+    assert len(calls) == 3
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def ranks(llm: Any) -> list[int]:
+    return [process.pid for process in llm.engine.group.ranks.processes.values()]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared-memory", "gloo"])
+def test_a_dead_rank_is_named_by_the_next_step(
+    chapter: ModuleType, open_llm: Callable[..., Any], shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shared:
+        monkeypatch.setattr(shm, "works", lambda ranks: False)
+    llm = open_llm(tp=2)
+    llm.add(IDS, chapter.SamplingParams(max_tokens=400, ignore_eos=True))
+    llm.step()
+    threading.Timer(0.2, os.kill, (ranks(llm)[0], signal.SIGKILL)).start()  # in the middle of steps
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 ended with signal SIGKILL"):
+        while True:
+            llm.step()
+    assert time.monotonic() - started < 10
+    with pytest.raises(RuntimeError, match="rank 1"):
+        llm.step()
+    pids = ranks(llm)
+    llm.close()
+    gone(pids)
+
+
+def test_a_rank_that_dies_while_loading_is_named_and_nothing_is_left(
+    open_llm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/nonexistent")
+    before = set(children())
+
+    def kill_the_first() -> None:
+        while not (fresh := set(children()) - before):
+            time.sleep(0.01)
+        os.kill(fresh.pop(), signal.SIGKILL)
+
+    threading.Thread(target=kill_the_first).start()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 ended with signal SIGKILL"):
+        open_llm(tp=2)
+    assert time.monotonic() - started < 10
+    assert set(children()) <= before
+
+
+def test_ctrl_c_takes_effect_between_steps_and_the_ranks_stay_together(
+    chapter: ModuleType, open_llm: Callable[..., Any]
+) -> None:
+    llm = open_llm(tp=2)
+    want = greedy(chapter, llm)
+    for delay in (0.02, 0.05, 0.11):
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                greedy(chapter, llm)
+        timer.join()
+        assert greedy(chapter, llm) == want
+
+
+def test_two_groups_on_one_machine_do_not_meet(chapter: ModuleType, open_llm: Callable[..., Any]) -> None:
+    first, second = open_llm(tp=2), open_llm(cached_tiny_model("qwen3"), tp=2)
+    a, b = greedy(chapter, first, 4), greedy(chapter, second, 4)
+    assert a != b
+    first.close()
+    assert greedy(chapter, second, 4) == b
+
+
+def test_ranks_end_with_a_parent_that_is_killed(chapter: ModuleType, tmp_path: Path) -> None:
+    code = (
+        f"import sys, time; from {chapter.__name__} import LLM\n"
+        f"llm = LLM({str(cached_tiny_model('llama'))!r}, dtype='float32', threads=1, tp=2)\n"
+        "print(*[p.pid for p in llm.engine.group.ranks.processes.values()], flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 1 and alive(pids[0])
+    finally:
+        parent.kill()
+        parent.wait()
+    gone(pids)
+
+
+def test_an_llm_that_nobody_closes_ends_quietly(chapter: ModuleType) -> None:
+    code = (
+        f"from {chapter.__name__} import LLM, SamplingParams\n"
+        f"llm = LLM({str(cached_tiny_model('llama'))!r}, dtype='float32', threads=1, tp=2)\n"
+        "print(llm.generate([[5]], SamplingParams(max_tokens=2, ignore_eos=True), progress=False)[0].finish_reason)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "length\n"), done.stderr
+    assert "terminate" not in done.stderr and "Traceback" not in done.stderr
