@@ -1,5 +1,5 @@
 # One command each on a fresh machine: make serve / make generate, make test. Everything lives in .venv and the cache folder.
-CHAPTER ?= $(lastword $(sort $(patsubst %/chapter.toml,%,$(wildcard ch[0-9][0-9]_*/chapter.toml))))
+CHAPTER ?= ch08_radix
 MODEL   ?= smollm2-135m
 HOST    ?= 127.0.0.1
 PORT    ?= 8000
