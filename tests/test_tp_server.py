@@ -238,6 +238,7 @@ def test_two_network_namespaces_serve(chapter: str) -> None:
     """Two hosts with an address of their own each, joined by a cable; the second has no other way to the first."""
     script = f"""
         set -e
+        trap 'kill $(jobs -p) 2>/dev/null' EXIT
         ip link set lo up
         unshare --net sleep 600 & other=$!
         sleep 0.5
@@ -247,11 +248,10 @@ def test_two_network_namespaces_serve(chapter: str) -> None:
         nsenter --net=/proc/$other/ns/net ip link set lo up
         nsenter --net=/proc/$other/ns/net ip addr add 10.77.0.2/24 dev cable1
         nsenter --net=/proc/$other/ns/net ip link set cable1 up
-        serve() {{ {sys.executable} -m {chapter}.serve --port 8017 {" ".join(tiny_flags())} "$@"; }}
+        serve="{sys.executable} -m {chapter}.serve --port 8017 {" ".join(tiny_flags())}"
         hosts="--tp 2 --nnodes 2 --master-addr 10.77.0.1 --master-port 29600"
-        nsenter --net=/proc/$other/ns/net {sys.executable} -m {chapter}.serve {" ".join(tiny_flags())} $hosts \\
-            --node-rank 1 & second=$!
-        serve $hosts --node-rank 0 & first=$!
+        nsenter --net=/proc/$other/ns/net $serve $hosts --node-rank 1 & second=$!
+        $serve $hosts --node-rank 0 & first=$!
         for i in $(seq 600); do
             curl -sf --noproxy '*' http://127.0.0.1:8017/health -o /dev/null && break; sleep 0.2
         done
@@ -259,7 +259,6 @@ def test_two_network_namespaces_serve(chapter: str) -> None:
             -d '{{"prompt": "the cat", "max_tokens": 12, "temperature": 0}}'
         kill -TERM $first
         wait $first; wait $second
-        kill $other
     """
     unshare = ["unshare", "--net", "--map-root-user", "bash", "-c", script]
     if subprocess.run(["unshare", "--net", "--map-root-user", "ip", "link"], capture_output=True).returncode:
