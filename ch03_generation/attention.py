@@ -46,5 +46,5 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Attention of one request: q[E, H, D], k and v[E, KV, D] -> [E, H, D]; token i sees tokens 0..i."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    out = scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True)
-    return out[0].transpose(0, 1)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)

@@ -48,8 +48,9 @@ class Engine:
         self.device = _device(config.device)
         self.dtype = _dtype(config.dtype, self.device)
         torch.set_num_threads(config.threads or _cores())
-        self.runner = ModelRunner(self._load_model(), TorchBackend(), self.device, tracer)
-        self.sampler = Sampler(config.seed)
+        model = self._load_model()
+        self.runner = ModelRunner(model, TorchBackend(), self.device, tracer)
+        self.sampler = Sampler(config.seed, model.ops.argmax)
         self.scheduler = Scheduler(
             self.checkpoint.eos_ids,
             tracer=tracer,

@@ -6,13 +6,14 @@ it shares a batch with nor on how often it was interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .core import Batch, Req, SamplingParams
+from .ops import argmax
 
 MASK = 2**64 - 1
 
@@ -55,8 +56,9 @@ class SampleRow:
 class Sampler:
     """Vectorised over rows; rows with temperature 0 are exact argmax in any company."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, argmax: Callable[[torch.Tensor], torch.Tensor] = argmax) -> None:
         self.seed = seed  # of requests that bring none
+        self.argmax = argmax
 
     def rows(self, batch: Batch, vocab: int, device: torch.device) -> list[SampleRow]:
         """One row per request of the batch that samples, in its order."""
@@ -68,12 +70,12 @@ class Sampler:
         return rows
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[dict[str, Any] | None]]:
-        """logits float32[R, V] -> R token ids, and per row {token_id, logprob, top} if it asked for logprobs.
+        """logits[R, V] -> R token ids, and per row {token_id, logprob, top} if it asked for logprobs.
 
         Log-probabilities are those of the raw logits.
         """
         scores = penalise(logits, rows)
-        ids = scores.argmax(-1)
+        ids = self.argmax(scores)
         drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
         if drawn:
             picked = [rows[i] for i in drawn]
@@ -87,7 +89,7 @@ class Sampler:
 
     def probs(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         """The distribution each row is drawn from, float32[R, V]; temperature 0 gives all mass to the argmax."""
-        scores = penalise(logits, rows)
+        scores = penalise(logits, rows).float()
         p = torch.zeros_like(scores).scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
         drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
         if drawn:
@@ -100,11 +102,11 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 def penalise(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Apply the penalties to the rows that have some; returns logits itself if none has."""
+    """Apply the penalties to the rows that have some, in float32; returns logits itself if none has."""
     affected = [i for i, row in enumerate(rows) if row.counts is not None]
     if not affected:
         return logits
-    scores = logits.clone()
+    scores = logits.to(torch.float32, copy=True)
     some = [rows[i] for i in affected]
     x = scores[affected]
     repetition, presence, frequency = (
@@ -125,7 +127,7 @@ def filtered(scores: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     Each filter sees the distribution that the one before it left, renormalised, as transformers' processors do.
     """
     params = [row.params for row in rows]
-    vocab = scores.shape[-1]
+    scores, vocab = scores.float(), scores.shape[-1]
     # Subtracting the maximum first keeps tiny temperatures finite; it does not change the distribution.
     x = (scores - scores.amax(-1, keepdim=True)) / column(scores, [max(p.temperature, 1e-6) for p in params])
     if any(0 < p.top_k < vocab or p.top_p < 1.0 for p in params):

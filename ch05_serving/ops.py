@@ -42,6 +42,11 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """int64[R]: the first of the largest of each row of logits[R, V]."""
+    return logits.argmax(-1)
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """The operations one model runs with."""
@@ -52,6 +57,7 @@ class Ops:
     rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = rms_norm
     rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = rotary
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul
+    argmax: Callable[[torch.Tensor], torch.Tensor] = argmax
 
 
 def choose(device: torch.device, dtype: torch.dtype, native: bool) -> Ops:
@@ -68,4 +74,4 @@ def choose(device: torch.device, dtype: torch.dtype, native: bool) -> Ops:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return compiled.rms_norm(x, weight, eps, residual), x if residual is None else residual
 
-    return Ops(linear, compiled_rms_norm, compiled.rotary, compiled.silu_and_mul)
+    return Ops(linear, compiled_rms_norm, compiled.rotary, compiled.silu_and_mul, compiled.argmax_rows)

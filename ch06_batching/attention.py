@@ -61,8 +61,8 @@ class TorchBackend:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if len(plan.decode_rows):
             longest = plan.decode_mask.shape[-1]
-            some = [gather_all(cache, plan.decode_table, longest) for cache in (keys, values)]
-            out[plan.decode_rows] = decode_attention(q[plan.decode_rows], *some, plan.decode_mask)
+            k_all, v_all = (gather_all(cache, plan.decode_table, longest) for cache in (keys, values))
+            out[plan.decode_rows] = decode_attention(q[plan.decode_rows], k_all, v_all, plan.decode_mask)
         for start, end, length, pages in plan.spans:
             out[start:end] = causal(q[start:end], gather(keys, pages, length), gather(values, pages, length))
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -38,7 +39,7 @@ def main() -> int:
 
 
 def _example(bench: Experiment) -> None:
-    modes = {
+    modes: dict[str, dict[str, Any]] = {
         "one at a time": {"max_running": 1},
         "static batches of 4": {"max_running": 4, "scheduler": "static"},
         "continuous, 4 places": {"max_running": 4},
@@ -72,7 +73,7 @@ def _offline(bench: Experiment) -> None:
     short = get("offline", scale=1 / 16, length_scale=0.25)
     rounds = 1 if bench.quick else 3
     rows = 4 if bench.quick else ROWS
-    ours = {
+    ours: dict[str, dict[str, Any]] = {
         "one at a time": {"max_running": 1},
         f"static batches of {rows}": {"max_running": rows, "scheduler": "static"},
         f"continuous, {rows} places": {"max_running": rows},
@@ -83,8 +84,11 @@ def _offline(bench: Experiment) -> None:
     for name, options in ours.items():
         with Worker(__package__, **bench.options, **options) as worker:
             runs |= _warm_then_interleave({name: worker}, workload, short, 1)
-    slow = {} if bench.quick else {"continuous batching": (0.25, {"continuous": True}), "one at a time": (0.125, {})}
-    for name, (scale, options) in slow.items():
+    more: dict[str, tuple[float, dict[str, Any]]] = {
+        "continuous batching": (0.25, {"continuous": True}),
+        "one at a time": (0.125, {}),
+    }
+    for name, (scale, options) in () if bench.quick else more.items():
         some = replace(workload, requests=workload.requests[: int(len(workload.requests) * scale)])
         with Worker("hf", **bench.options, **options) as worker:
             runs |= _warm_then_interleave({f"transformers, {name}": worker}, some, short, 1)
@@ -103,7 +107,8 @@ def _warm_then_interleave(
 
 
 def _modes(bench: Experiment, runs: dict[str, list[RunResult]], places: dict[str, int]) -> None:
-    rows, found = [], {}
+    rows: list[list[object]] = []
+    found: dict[str, dict[str, Any]] = {}
     for name, count in places.items():
         run = runs[name][0]
         steps = run.counters["steps"]
@@ -150,47 +155,54 @@ def _peers(bench: Experiment, runs: dict[str, list[RunResult]]) -> None:
 
 
 def _inter_token_latency(bench: Experiment) -> None:
-    running, out, long = (4, 24, 400) if bench.quick else (16, 96, 2000)
-    rounds = 1 if bench.quick else 3
+    """For several numbers of running requests: a step that is short without a chunk grows by more with one."""
+    counts, out, long = ((4,), 24, 400) if bench.quick else ((16, 32, 64), 96, 2000)
     ids = get("latency", length_scale=long / 128).requests[0].prompt_ids
+    rows = []
+    with (
+        Worker(__package__, **bench.options, max_running=counts[-1] + 2) as chunked,
+        Worker(__package__, **bench.options, max_running=counts[-1] + 2, max_batch_tokens=long + counts[-1]) as whole,
+    ):
+        for running in counts:
+            base, found = _while_prompts_arrive(chunked, whole, running, out, ids, rounds=1 if bench.quick else 3)
+            points = {
+                name: {key: summarise(round_[key] for round_ in some) for key in ("p50", "p99", "max")}
+                for name, some in found.items()
+            }
+            ratios = {
+                name: summarise(a["p99"] / b["p99"] for a, b in zip(found[name], found["alone"], strict=True))
+                for name in ("chunks", "whole")
+            }
+            bench.data.setdefault("itl", {})[str(running)] = {
+                "workload": f"{base.description}; two prompts of {long} arrive", "points_s": points, "p99_ratio": ratios,
+            }  # fmt: skip
+            p99 = {name: milliseconds(some["p99"]["median"]) for name, some in points.items()}
+            share = {name: f"{ratio['median']:.2f}" for name, ratio in ratios.items()}
+            rows.append([running, p99["alone"], p99["chunks"], share["chunks"], p99["whole"], share["whole"]])
+    bench.data["tables"]["itl"] = table(
+        ["running", "alone, gap p99 ms", "in chunks", "ratio", "in one step", "ratio"],
+        ["运行中", "没有新提示，间隔 p99 ms", "分段", "比值", "一步算完", "比值"],
+        rows,
+    )
+
+
+def _while_prompts_arrive(
+    chunked: Worker, whole: Worker, running: int, out: int, ids: Sequence[int], rounds: int
+) -> tuple[Workload, dict[str, list[dict[str, float]]]]:
+    """The workload of running requests, and their gaps alone and while two prompts of ``ids`` arrive, per round."""
     base = Workload(
         "running", tuple(Request(ids[i : i + 64], out) for i in range(running)), f"{running} requests, 64 in, {out} out"
     )
-    with (
-        Worker(__package__, **bench.options) as chunked,
-        Worker(__package__, **bench.options, max_batch_tokens=long + running) as whole,
-    ):
-        total = chunked.run(base).total_s  # also a warm-up
-        whole.run(base)
-        arrivals = tuple(Request(ids, 2, total * share) for share in (0.35, 0.65))
-        busy = Workload("arriving", base.requests + arrivals, f"{base.description}; two prompts of {long} arrive")
-        found: dict[str, list[dict[str, float]]] = {"alone": [], "chunks": [], "whole": []}
-        for _ in range(rounds):
-            found["alone"].append(_gaps(chunked.run(base), running))
-            found["chunks"].append(_gaps(chunked.run(busy), running))
-            found["whole"].append(_gaps(whole.run(busy), running))
-    points = {
-        name: {key: summarise(round_[key] for round_ in some) for key in ("p50", "p99", "max")}
-        for name, some in found.items()
-    }
-    ratios = {
-        name: summarise(a["p99"] / b["p99"] for a, b in zip(found[name], found["alone"], strict=True))
-        for name in ("chunks", "whole")
-    }
-    bench.data["itl"] = {"workload": busy.description, "points_s": points, "p99_ratio": ratios}
-    names = {
-        "alone": ("no prompt arrives", "–"),
-        "chunks": ("in chunks (default budget)", f"{ratios['chunks']['median']:.2f}"),
-        "whole": ("in one step", f"{ratios['whole']['median']:.2f}"),
-    }
-    bench.data["tables"]["itl"] = table(
-        [f"{long:,}-token prompts arrive", "gap p50 ms", "gap p99 ms", "gap max ms", "p99 / alone"],
-        [f"到达 {long:,} token 的提示", "间隔 p50 ms", "间隔 p99 ms", "间隔最大 ms", "p99 之比"],
-        [
-            [names[name][0], *(milliseconds(points[name][key]["median"]) for key in points[name]), names[name][1]]
-            for name in names
-        ],
-    )
+    total = chunked.run(base).total_s  # also a warm-up
+    whole.run(base)
+    arrivals = tuple(Request(ids, 2, total * share) for share in (0.35, 0.65))
+    busy = Workload("arriving", base.requests + arrivals, base.description)
+    found: dict[str, list[dict[str, float]]] = {"alone": [], "chunks": [], "whole": []}
+    for _ in range(rounds):
+        found["alone"].append(_gaps(chunked.run(base), running))
+        found["chunks"].append(_gaps(chunked.run(busy), running))
+        found["whole"].append(_gaps(whole.run(busy), running))
+    return base, found
 
 
 def _gaps(run: RunResult, running: int) -> dict[str, float]:

@@ -24,7 +24,7 @@ class EngineConfig:
     native: str = option("auto", "packed and compiled CPU operators", ("auto", "off"))
     kv_memory: str = option("auto", "memory for keys and values, e.g. 512M; auto: what the running requests need")
     max_running: int = option(64, "requests in one step at most; lowered where kv_memory holds fewer")
-    max_batch_tokens: int = option(0, "tokens in one step at most; 0: 128 on a CPU, 2048 on a GPU")
+    max_batch_tokens: int = option(0, "tokens in one step at most; 0: 96 on a CPU, 2048 on a GPU")
     scheduler: str = option(
         "continuous", "static: a batch runs to its end before the next begins", ("continuous", "static")
     )

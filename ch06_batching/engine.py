@@ -55,12 +55,12 @@ class Engine:
         self.limits = replace(self.limits, kv_tokens=self.kv.num_pages * self.kv.page_size)
         backend = choose_backend(self.kv, native=config.native == "auto")
         self.runner = ModelRunner(model, self.kv, backend, self.device, tracer)
-        self.sampler = Sampler(config.seed)
+        self.sampler = Sampler(config.seed, model.ops.argmax)
         self.scheduler = Scheduler(
             self.kv,
             self.checkpoint.eos_ids,
             max_running=self.kv.num_pages,
-            max_batch_tokens=config.max_batch_tokens or (128 if self.device.type == "cpu" else 2048),
+            max_batch_tokens=config.max_batch_tokens or (96 if self.device.type == "cpu" else 2048),
             static=config.scheduler == "static",
             tracer=tracer,
         )

@@ -22,8 +22,11 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        self._hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        self._fast = self._hf.backend_tokenizer
+        try:
+            self._hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            self._fast = self._hf.backend_tokenizer
+        except Exception as error:  # of a broken file transformers and tokenizers raise what they stumble over
+            raise ValueError(f"cannot read the tokenizer in {folder}: {type(error).__name__}: {error}") from None
         self._fast.no_padding()
         self._fast.no_truncation()
         self._special = {i for i, token in self._fast.get_added_tokens_decoder().items() if token.special}
@@ -48,7 +51,7 @@ class Tokenizer:
         if not self.has_chat_template:
             raise ValueError("this model has no chat template: send a plain prompt instead")
         try:
-            return self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return str(self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
         except Exception as error:  # templates raise whatever they like, jinja2 errors included
             raise ValueError(f"the chat template refused the messages: {error}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Callable
@@ -25,19 +26,27 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
     return bound, f"http://{f'[{name}]' if ':' in name else name}:{number}"
 
 
-async def read_body(request: Request, limit: int) -> bytes | None:
-    """The whole body; None if it is longer than limit bytes, told or chunked, or if the client has gone."""
+BODY_TIMEOUT_S = 60.0
+
+
+async def read_body(request: Request, limit: int, timeout_s: float | None = None) -> bytes | None:
+    """The whole body; None if it is longer than limit bytes, told or chunked, or if the client has gone.
+
+    TimeoutError if it does not arrive within timeout_s (None: BODY_TIMEOUT_S): who sends a byte now and then would hold a
+    connection for ever.
+    """
     with suppress(ValueError):
         if int(request.headers.get("content-length", "0")) > limit:
             return None
     parts: list[bytes] = []
     size = 0
     with suppress(ClientDisconnect):
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                return None
-            parts.append(part)
+        async with asyncio.timeout(BODY_TIMEOUT_S if timeout_s is None else timeout_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    return None
+                parts.append(part)
         return b"".join(parts)
     return None
 

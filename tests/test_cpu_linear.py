@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import mmap
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +35,17 @@ def assert_right(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias:
     assert (got.double() - want).norm() <= module.TOLERANCE[x.dtype] * want.norm()
 
 
+@pytest.fixture(params=["compiled", "onednn"])
+def way(request, monkeypatch):
+    """Packed linears in both ways that there are."""
+    if request.param == "onednn":
+        if not torch.backends.mkldnn.is_available():
+            pytest.skip("no oneDNN in this torch")
+        monkeypatch.setattr(module, "panel_of", lambda dtype: None)
+    elif module.panel_of(torch.float32) is None or module.panel_of(torch.bfloat16) is None:
+        pytest.skip("no compiled operator for this processor")
+
+
 def test_packing_works_for_float32_here():
     """The reference machines are x86 with oneDNN; where that is missing the tests below have nothing to test."""
     if not torch.backends.mkldnn.is_available():
@@ -43,7 +56,7 @@ def test_packing_works_for_float32_here():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_right_for_odd_shapes(shape, with_bias, dtype):
+def test_right_for_odd_shapes(shape, with_bias, dtype, way):
     rows, out, inner = shape
     x, weight = randn(rows, inner, dtype=dtype), randn(out, inner, dtype=dtype, seed=1)
     bias = randn(out, dtype=dtype, seed=2) if with_bias else None
@@ -51,7 +64,7 @@ def test_right_for_odd_shapes(shape, with_bias, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_linear_serves_all_numbers_of_rows(dtype):
+def test_one_linear_serves_all_numbers_of_rows(dtype, way):
     weight = randn(40, 24, dtype=dtype)
     packed = cpu.PackedLinear(weight)
     for rows in (1, 9, 1, 200, 2, 33, 1):
@@ -60,14 +73,14 @@ def test_one_linear_serves_all_numbers_of_rows(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_rows_no_result(dtype):
+def test_no_rows_no_result(dtype, way):
     """A step may want no logits at all, when every request in it is in the middle of its prompt."""
     got = cpu.PackedLinear(randn(12, 8, dtype=dtype))(randn(0, 8, dtype=dtype))
     assert got.shape == (0, 12) and got.dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_inputs_and_weights_that_are_not_contiguous(dtype):
+def test_inputs_and_weights_that_are_not_contiguous(dtype, way):
     weight, wide = randn(24, 40, dtype=dtype), randn(9, 96, dtype=dtype, seed=1)
     inputs = {
         "columns of a wider matrix": wide[:, 8:32],
@@ -84,7 +97,7 @@ def test_inputs_and_weights_that_are_not_contiguous(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_the_rows_beside_it(dtype):
+def test_a_row_does_not_depend_on_the_rows_beside_it(dtype, way):
     """To rounding: another number of rows may sum in another order, a wrong row would be off by far more."""
     weight, x = randn(64, 48, dtype=dtype), randn(50, 48, dtype=dtype, seed=1)
     packed = cpu.PackedLinear(weight)
@@ -94,7 +107,71 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype):
         assert (alone - whole[row]).norm() <= module.TOLERANCE[dtype] * whole[row].norm()
 
 
-def test_the_result_is_fresh_memory():
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_size_of_tile_and_any_number_of_threads(dtype, way):
+    """Rows are computed in tiles of up to 12, and at most 192 rows share a pass over the weights."""
+    weight, bias = randn(70, 48, dtype=dtype), randn(70, dtype=dtype, seed=1)
+    packed, threads = cpu.PackedLinear(weight, bias), torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            for rows in (*range(1, 27), 191, 192, 193, 205, 385):
+                x = randn(rows, 48, dtype=dtype, seed=rows)
+                assert_right(packed(x), x, weight, bias)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_is_not_a_number_stays_one(way):
+    weight = randn(40, 8)
+    weight[3, 2], weight[39, 0] = torch.nan, torch.inf
+    got = cpu.PackedLinear(weight)(torch.ones(2, 8))
+    assert got[:, 3].isnan().all() and got[:, 39].isinf().all()
+    assert got[:, [i for i in range(40) if i not in (3, 39)]].isfinite().all()
+
+
+def test_the_compiled_operator_checks_what_it_is_given():
+    if module.panel_of(torch.float32) is None:
+        pytest.skip("no compiled operator for this processor")
+    linear, (columns, _) = torch.ops.minisgl_cpu.linear, module.panel_of(torch.float32)
+    packed = torch.zeros(2, 8, columns, 1)
+    for complaint, arguments in {
+        "dtypes differ": (torch.zeros(1, 8, dtype=torch.bfloat16), packed, None, columns + 1),
+        "no packed weights": (torch.zeros(1, 8).double(), packed.double(), None, columns + 1),
+        "packed weights are": (torch.zeros(1, 8), torch.zeros(2, 8, columns + 1, 1), None, columns + 1),
+        "want x": (torch.zeros(1, 9), packed, None, columns + 1),
+        "do not make": (torch.zeros(1, 8), packed, None, columns),
+        "the bias": (torch.zeros(1, 8), packed, torch.zeros(columns + 1), columns + 1),
+    }.items():
+        with pytest.raises(RuntimeError, match=complaint):
+            linear(*arguments)
+    with pytest.raises(RuntimeError, match="do not make"):
+        linear(torch.zeros(1, 8), packed, None, 2 * columns + 1)
+    assert linear(torch.zeros(1, 8), packed, None, 2 * columns).shape == (1, 2 * columns)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (0, 7), (600, 1024), (3, 2**20)], ids=str)
+def test_lazy_zeros_are_zeros_that_can_be_written(shape):
+    zeros = module.lazy_zeros(shape, torch.bfloat16)
+    assert zeros.shape == shape and zeros.dtype == torch.bfloat16 and not zeros.any()
+    zeros += 1
+    assert (zeros == 1).all() and not module.lazy_zeros(shape, torch.bfloat16).any()
+
+
+def test_lazy_zeros_take_no_memory_before_they_are_written():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("no /proc here")
+    before = resident()
+    zeros = module.lazy_zeros((2**30,), torch.uint8)
+    assert resident() - before < 2**26
+    zeros[: 2**27] = 1
+    assert resident() - before >= 2**27
+
+
+def test_the_result_is_fresh_memory(way):
     packed, x = cpu.PackedLinear(randn(8, 8)), randn(3, 8)
     first = packed(x)
     kept = first.clone()
@@ -112,7 +189,7 @@ def test_torch_linear_is_the_definition():
 # ---- memory: one copy of the weight
 
 
-def test_packing_lets_go_of_the_weight():
+def test_packing_lets_go_of_the_weight(way):
     weight = randn(64, 64)
     gone = weakref.ref(weight)
     packed = cpu.PackedLinear(weight)
@@ -191,7 +268,8 @@ def test_the_probe_refuses_other_dtypes(fresh_probe):
         assert cpu.packed_linear_works(dtype) is False
 
 
-def test_without_onednn_nothing_is_packed(fresh_probe, monkeypatch):
+def test_without_onednn_and_without_a_compiler_nothing_is_packed(fresh_probe, monkeypatch):
+    monkeypatch.setattr(module, "panel_of", lambda dtype: None)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert cpu.packed_linear_works(torch.float32) is False
 

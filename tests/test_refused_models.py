@@ -134,3 +134,20 @@ def test_rope_scaling_wins_over_rope_parameters_as_in_transformers(engine_chapte
         params = engine_chapter.SamplingParams(max_tokens=10, ignore_eos=True)
         [output] = llm.generate([prompt], params, progress=False)
     assert assert_greedy(folder, prompt, output.token_ids) > 0
+
+
+BROKEN_TOKENIZERS = {
+    "not JSON": b"{",
+    "not a tokenizer": b'{"version": "1.0"}',
+    "not UTF-8": b"\xff\xfe",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_TOKENIZERS)
+def test_a_broken_tokenizer_is_one_clear_error(engine_chapter, what, tmp_path):
+    folder = with_config(tmp_path)
+    (tmp_path / "model" / "tokenizer.json").write_bytes(BROKEN_TOKENIZERS[what])
+    with pytest.raises(ValueError) as error:
+        engine_chapter.LLM(folder, **OPTIONS)
+    assert "tokenizer" in str(error.value) and "\n" not in str(error.value).strip()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from common import http
 from tests.puppet import Puppet, Script, in_process
 from tests.serving import (
     CONTROL,
@@ -48,6 +50,21 @@ def test_a_key_is_asked_for_where_there_is_one(strict: Served) -> None:
     assert strict.http.get("/health").status_code == 200, "a probe needs no key"
 
 
+def test_a_body_that_trickles_in_is_given_up(strict: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.3)
+    key = {"authorization": "Bearer sesame", "content-type": "application/json"}
+
+    def drip() -> Iterator[bytes]:
+        for byte in json.dumps(CONTROL).encode():
+            yield bytes([byte])
+            time.sleep(0.05)
+
+    answer = strict.http.post("/v1/completions", content=drip(), headers=key)
+    assert answer.status_code == 408 and answer.headers["connection"] == "close"
+    assert "did not arrive in time" in answer.json()["error"]["message"]
+    assert strict.post(CONTROL, headers=key).status_code == 200
+
+
 def test_an_oversized_body_is_refused_told_or_chunked(strict: Served) -> None:
     key = {"authorization": "Bearer sesame", "content-type": "application/json"}
     for size in (2001, 10_000, 30_000_000):
@@ -63,6 +80,7 @@ def test_an_oversized_body_is_refused_told_or_chunked(strict: Served) -> None:
     assert strict.http.post("/v1/completions", content=iter([body]), headers=key).status_code == 200
 
 
+@pytest.mark.fault(23)
 @pytest.mark.parametrize("name", FRONTS)
 def test_a_full_queue_says_when_to_come_again(name: str) -> None:
     puppet = Puppet(name, lambda m: Script([5] * m.max_tokens), 0.002)

@@ -1,35 +1,76 @@
-"""Linear layers whose weight is reordered once into the blocked layout that oneDNN computes in.
+"""Linear layers whose weight is reordered once, so that every call reads it in the order in which it is used.
 
-``F.linear`` reorders the weight, or falls back to a slower kernel, on every call. The operators used here are the ones
-behind torch.compile's freezing; they are private to torch, so they are probed for right results before they are trusted,
-and ``torch_linear`` is both the fallback and the definition.
+``F.linear`` reorders the weight, or falls back to a slower kernel, on every call. Two ways to do better, both probed for
+right results before they are trusted: an operator of our own (linear.cpp), on processors for which it is written, and
+else the operators of oneDNN behind torch.compile's freezing, which are private to torch. ``torch_linear`` is both the
+fallback and the definition.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import mmap
 from collections.abc import Callable
 
-import numpy as np
 import torch
+
+from common.cpu.native import native_ops
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
 # Largest relative error (norm of the difference / norm of the float64 result) of a result that counts as right.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+HUGE_PAGE = 2**21  # bytes
 
 
 class PackedLinear:
     """y[T, out] = x[T, in] @ weight[out, in].T + bias[out], on a CPU. Does not keep the weight it was made from."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        # Packed for one row: decoding is where the layout matters most; many rows lose nothing measurable by it.
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
-        self._bias = bias
+        panel = panel_of(weight.dtype)
+        if panel and weight.shape[1] % panel[1] == 0:
+            self._linear = panel_linear(weight, bias, *panel)
+        else:
+            self._linear = onednn_linear(weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return self._linear(x)
+
+
+@functools.cache
+def panel_of(dtype: torch.dtype) -> tuple[int, int] | None:
+    """(columns, elements of a word) of the compiled operator's layout; None where it is not to be used."""
+    if native_ops() is None:
+        return None
+    panel = torch.ops.minisgl_cpu.panel_of(dtype)
+    return (panel[0], panel[1]) if panel else None
+
+
+def panel_linear(weight: torch.Tensor, bias: torch.Tensor | None, columns: int, word: int) -> Linear:
+    """By the compiled operator: weight[out, in] becomes [panels, words, columns, word], the last panel filled with zeros."""
+    out, inner = weight.shape
+    panels = -(-out // columns)
+    packed = lazy_zeros((panels, inner // word, columns, word), weight.dtype)
+    whole = out // columns
+    # A word moves as one element: bfloat16 in pairs are int32.
+    words = weight.contiguous().view(torch.int32)
+    by_row = packed.view(torch.int32).squeeze(-1).transpose(1, 2)  # [panels, columns, words]
+    by_row[:whole].copy_(words[: whole * columns].view(whole, columns, inner // word))
+    if whole < panels:
+        by_row[whole, : out - whole * columns].copy_(words[whole * columns :])
+    padded = None if bias is None else torch.nn.functional.pad(bias.float(), (0, panels * columns - out))
+    linear = torch.ops.minisgl_cpu.linear.default
+    return lambda x: linear(x, packed, padded, out)
+
+
+def onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """By oneDNN, in its own blocked layout."""
+    # Packed for one row: decoding is where the layout matters most; many rows lose nothing measurable by it.
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: linear(x, packed, bias, "none", [], "")
 
 
 def torch_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -40,7 +81,7 @@ def torch_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Line
 @functools.cache
 def packed_linear_works(dtype: torch.dtype) -> bool:
     """True if this torch and this processor compute packed linears of this dtype rightly."""
-    if dtype not in TOLERANCE or not torch.backends.mkldnn.is_available():
+    if dtype not in TOLERANCE or not (panel_of(dtype) or torch.backends.mkldnn.is_available()):
         return False
     generator = torch.Generator().manual_seed(0)
     try:
@@ -65,6 +106,15 @@ def has_native_bf16() -> bool:
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU whose memory is taken page by page when it is first written; torch.zeros writes all of it."""
+    """Zeros on the CPU whose memory is taken when it is first written; torch.zeros writes all of it.
+
+    Taken in huge pages where the system has them: the first touch of a page is what a small write costs most.
+    """
     size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+    if size < HUGE_PAGE:
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

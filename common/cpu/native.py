@@ -28,7 +28,7 @@ from common.cpu.definitions import CpuOps
 from common.cpu.probe import first_wrong
 
 HERE = Path(__file__).parent
-SOURCES = ("attention.cpp", "small_ops.cpp")
+SOURCES = ("attention.cpp", "linear.cpp", "small_ops.cpp")
 HEADERS = ("attend.h", "paged.h", "tensors.h", "vec.h")
 LIBRARY = "ops.so"
 VERSION = 1

@@ -1,8 +1,8 @@
 """Collectives between the processes of one machine through memory that they share: microseconds, where sockets need
 hundreds of them.
 
-Waiting is spinning, so each process wants a core of its own. Where nothing can be compiled, or for a dtype that the
-library does not know, there are only sockets: ask `works` first.
+Waiting is spinning, so each process wants a core of its own; only in a broadcast does who waits long fall asleep. Where
+nothing can be compiled, or for a dtype that the library does not know, there are only sockets: ask `works` first.
 """
 
 from __future__ import annotations
@@ -55,16 +55,21 @@ def library() -> ctypes.CDLL | None:
         pointer, ctypes.c_int, ctypes.c_int, turn, pointer, long, ctypes.c_int, long, long,
     ]  # fmt: skip
     found.minisgl_shm_gather.argtypes = [
-        pointer, ctypes.c_int, ctypes.c_int, turn, pointer, pointer, long, long, long,
+        pointer, ctypes.c_int, ctypes.c_int, turn, pointer, pointer, long, long, long, long,
     ]  # fmt: skip
-    found.minisgl_shm_all_reduce.restype = found.minisgl_shm_gather.restype = long
+    found.minisgl_shm_broadcast.argtypes = [
+        pointer, ctypes.c_int, ctypes.c_int, turn, pointer, long, long, long,
+    ]  # fmt: skip
+    for function in (found.minisgl_shm_all_reduce, found.minisgl_shm_gather, found.minisgl_shm_broadcast):
+        function.restype = long
     return found
 
 
 def works(ranks: int = 1) -> bool:
-    """Whether this machine can do it for so many ranks: spinning takes a core for each."""
+    """Whether this machine can do it for so many ranks: spinning takes a core for each. $MINISGL_SHARED_MEMORY=off says
+    no."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return ranks <= cores and library() is not None
+    return os.environ.get("MINISGL_SHARED_MEMORY") != "off" and ranks <= cores and library() is not None
 
 
 def create(size: int) -> int:
@@ -95,29 +100,27 @@ class SharedMemory:
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Replace x (contiguous, float32 or bfloat16) by its sum over all ranks, added in float32; the same bits in each."""
-        assert x.is_contiguous()
-        done, count, kind = 0, x.numel(), DTYPES[x.dtype]
-        while True:
-            done = self._lib.minisgl_shm_all_reduce(
-                self._base, self.rank, self.size, self._turn, x.data_ptr(), count, kind, done, PATIENCE_MS
-            )
-            if done == count:
-                break
-            self.check()
-        self._turn += -(-count * x.element_size() // self._slot)
+        kind = DTYPES[x.dtype]
+        self._run(self._lib.minisgl_shm_all_reduce, x, [x.data_ptr(), x.numel(), kind], x.numel())
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Every rank's x (contiguous, equal shapes) as one tensor [size, *x.shape] on rank 0; None on the others."""
-        assert x.is_contiguous()
-        out = x.new_empty(self.size, *x.shape) if self.rank == 0 else None
-        done, count = 0, x.numel() * x.element_size()
-        while True:
-            done = self._lib.minisgl_shm_gather(
-                self._base, self.rank, self.size, self._turn, x.data_ptr(), out.data_ptr() if out is not None else None,
-                count, done, PATIENCE_MS,
-            )  # fmt: skip
-            if done == count:
-                break
-            self.check()
-        self._turn += -(-count // self._slot)
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's x[R, n] (contiguous, equal shapes) side by side on rank 0, [R, size * n]; the others get x back."""
+        rows, columns = x.shape
+        out = x.new_empty(rows, self.size * columns) if self.rank == 0 else x
+        to = out.data_ptr() if self.rank == 0 else None
+        width = columns * x.element_size()
+        self._run(self._lib.minisgl_shm_gather, x, [x.data_ptr(), to, rows, width], rows * width)
         return out
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Replace x (contiguous, equal shapes) by rank 0's. Here a rank may wait as long as it takes."""
+        count = x.numel() * x.element_size()
+        self._run(self._lib.minisgl_shm_broadcast, x, [x.data_ptr(), count], count)
+
+    def _run(self, operator: Callable[..., int], x: torch.Tensor, what: list[int | None], count: int) -> None:
+        """Call the operator until all of x is done, with a look around whenever that takes long."""
+        assert x.is_contiguous()
+        done = 0
+        while (done := operator(self._base, self.rank, self.size, self._turn, *what, done, PATIENCE_MS)) < count:
+            self.check()
+        self._turn += -(-x.numel() * x.element_size() // self._slot)
