@@ -48,6 +48,7 @@ test-full: $(DONE)
 lint: $(DONE)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m mypy
 
 check: $(DONE)
 	$(PY) -m common.chapters check
@@ -60,4 +61,4 @@ gpu-check: $(DONE)
 	$(PY) -m common.gpu_check --json docs/results/gpu.json
 
 clean:
-	rm -rf .venv build *.egg-info trace_out .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build *.egg-info trace_out .pytest_cache .ruff_cache .mypy_cache .hypothesis

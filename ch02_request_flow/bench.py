@@ -70,7 +70,7 @@ def _text_costs(tokenizer: Tokenizer, rounds: int) -> tuple[dict[str, float], di
         begun = time.perf_counter()
         tokenizer.encode(text)
         encode.append((time.perf_counter() - begun) / len(ids))
-        detokenizer = Detokenizer(tokenizer, stop=SamplingParams(stop="never in the text").stop)
+        detokenizer = Detokenizer(tokenizer, stop=SamplingParams(stop=("never in the text",)).stop)
         begun = time.perf_counter()
         for token in ids:
             detokenizer.push([token])

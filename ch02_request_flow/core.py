@@ -212,6 +212,8 @@ class RequestOutput:
     text: str = ""  # excludes stop strings and special tokens
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     cached_tokens: int = 0
+    draft_tokens: int = 0  # guessed ahead of the model
+    accepted_tokens: int = 0  # of these, part of the output
     logprobs: list[dict[str, Any]] | None = None  # per token {token_id, logprob, top: {id: logprob}}
     timings: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))
     error: str | None = None

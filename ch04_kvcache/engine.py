@@ -55,7 +55,7 @@ class Engine:
         self.limits = replace(self.limits, kv_tokens=self.kv.num_pages * self.kv.page_size)
         backend = choose_backend(self.kv, native=config.native == "auto")
         self.runner = ModelRunner(model, self.kv, backend, self.device, tracer)
-        self.sampler = Sampler(config.seed)
+        self.sampler = Sampler(config.seed, model.ops.argmax)
         self.scheduler = Scheduler(
             self.kv,
             self.checkpoint.eos_ids,

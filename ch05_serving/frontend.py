@@ -126,8 +126,8 @@ class Stream:
     pending: list[TokensOut] = field(default_factory=list)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
     started: bool = False  # has its first token
-    cached_tokens: int = 0
     output_tokens: int = 0
+    counters: dict[str, float] = field(default_factory=dict)  # what the engine said at the end
     tracer: Tracer | None = None
 
     async def next(self) -> Delta:
@@ -141,10 +141,14 @@ class Stream:
         finish = outs[-1].finish
         if finish:
             text += self.detokenizer.flush(finish.cut)
-            self.cached_tokens = int(outs[-1].counters.get("cached_tokens", 0))
+            self.counters = outs[-1].counters
         if self.tracer:
             self.tracer.emit("Detokenizer", "push", self.rid, token=ids[-1] if ids else None, text=text)
         return Delta(text, ids, [entry for out in outs for entry in out.logprobs or ()], finish)
+
+    def count(self, name: str) -> int:
+        """One of the engine's counters of this request; 0 for one that it does not have."""
+        return int(self.counters.get(name, 0))
 
 
 class Frontend:

@@ -179,7 +179,7 @@ class Decoder:
         """Checkpoint tensor name -> the load functions that take it."""
         head = partial(self.head.load, "out", "weight")
         targets: dict[str, list[Callable[[Any], None]]] = {
-            "model.embed_tokens.weight": [self.embedding.load] + [head] * self.config.tied,
+            "model.embed_tokens.weight": [self.embedding.load, *[head] * self.config.tied],
             "model.norm.weight": [self.norm.load],
         }
         if not self.config.tied:
@@ -209,7 +209,7 @@ class Decoder:
         self.head.finish(self.ops)
 
     def forward(self, ctx: Context) -> torch.Tensor:
-        """Logits float32[R, vocab] of the tokens ctx.inp.logit_rows."""
+        """Logits[R, vocab] of the tokens ctx.inp.logit_rows."""
         inp = ctx.inp
         x, residual = self.embedding(inp.ids), None
         cos, sin = self.cos[inp.positions], self.sin[inp.positions]
@@ -217,4 +217,4 @@ class Decoder:
             x, residual = layer.forward(x, residual, cos, sin, ctx)
         assert residual is not None
         x, _ = self.ops.rms_norm(x[inp.logit_rows], self.norm.weight, self.config.norm_eps, residual[inp.logit_rows])
-        return self.head(x).float()
+        return self.head(x)

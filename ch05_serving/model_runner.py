@@ -51,7 +51,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, inp: ForwardInput) -> torch.Tensor:
-        """Logits float32[R, vocab_size], one row per entry of inp.logit_rows."""
+        """Logits[R, vocab_size], one row per entry of inp.logit_rows."""
         return self.model.forward(Context(inp, self.backend, self.backend.plan(inp)))
 
     def run(self, batch: Batch) -> torch.Tensor:

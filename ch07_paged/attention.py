@@ -61,8 +61,8 @@ class TorchBackend:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if len(plan.decode_rows):
             longest = plan.decode_mask.shape[-1]
-            some = [gather_all(cache, plan.decode_table, longest) for cache in (keys, values)]
-            out[plan.decode_rows] = decode_attention(q[plan.decode_rows], *some, plan.decode_mask)
+            k_all, v_all = (gather_all(cache, plan.decode_table, longest) for cache in (keys, values))
+            out[plan.decode_rows] = decode_attention(q[plan.decode_rows], k_all, v_all, plan.decode_mask)
         for start, end, length, pages in plan.spans:
             out[start:end] = causal(q[start:end], gather(keys, pages, length), gather(values, pages, length))
         return out
@@ -122,8 +122,8 @@ class TritonBackend:
         if n:
             self.kernels.paged_decode(q[:n], *caches, inp.table[:n], inp.seq_lens[:n], scale, out=out[:n])
         if plan.bounds is not None:
-            rest = (plan.bounds, inp.seq_lens[n:], scale, plan.max_extend)
-            self.kernels.paged_prefill(q[n:], *caches, inp.table[n:], *rest, out=out[n:])
+            table, lengths, longest = inp.table[n:], inp.seq_lens[n:], plan.max_extend
+            self.kernels.paged_prefill(q[n:], *caches, table, plan.bounds, lengths, scale, longest, out=out[n:])
         return out
 
 

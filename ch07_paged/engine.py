@@ -59,12 +59,12 @@ class Engine:
         if config.cuda_graph and isinstance(backend, TritonBackend):
             width = -(-self.limits.max_model_len // config.page_size)
             self.runner.graphs = DecodeGraphs(self.runner.forward_eager, config.max_running, width, self.device)
-        self.sampler = Sampler(config.seed)
+        self.sampler = Sampler(config.seed, model.ops.argmax)
         self.scheduler = Scheduler(
             self.kv,
             self.checkpoint.eos_ids,
             max_running=config.max_running,
-            max_batch_tokens=config.max_batch_tokens or (128 if self.device.type == "cpu" else 2048),
+            max_batch_tokens=config.max_batch_tokens or (96 if self.device.type == "cpu" else 2048),
             static=config.scheduler == "static",
             tracer=tracer,
         )

@@ -118,7 +118,7 @@ class CompletionCall(Call):
         if not self.prompt:
             raise ApiError(400, "prompt is empty: at least one token is needed", "prompt")
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if single else self.prompt  # type: ignore[list-item,return-value]
+        return [self.prompt] if single else self.prompt  # type: ignore[return-value]
 
 
 class TextPart(BaseModel):
@@ -136,7 +136,8 @@ class ChatMessage(BaseModel):
     def plain(self) -> dict[str, str]:
         """Role and content as chat templates know them."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        return message if self.name is None else message | {"name": self.name}
 
 
 class ChatCall(Call):
@@ -234,12 +235,14 @@ class Answer:
         return {**self.head, "object": kind, "choices": choices, **more}
 
 
-def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int, drafted: int, accepted: int) -> dict[str, Any]:
+    details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": details,
     }
 
 

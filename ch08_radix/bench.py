@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from pathlib import Path
 
-from common import cli, plots
+import torch
+
+from common import cli, plots, prefix_tree
+from common.checkpoints import resolve
 from common.experiments import Experiment, milliseconds, start, table
-from common.harness import Worker, interleave, parent_of, ratio, summarise
+from common.harness import RunResult, Worker, interleave, parent_of, ratio, summarise
 from common.workloads import Request, Workload, get
+
+from .kvcache import token_bytes
+from .model import ModelConfig
 
 NAMES_ZH = {
     "shared_prefix": "共享前缀",
@@ -27,6 +33,8 @@ def main() -> int:
     _counters(bench)
     _overhead(bench, parent)
     _eviction(bench)
+    if path := bench.figure("ch08_tree.png"):
+        _tree(bench, path)
     return bench.finish()
 
 
@@ -57,6 +65,8 @@ def _sharing(bench: Experiment, parent: str) -> None:
                     cold[name].append(worker.run(workload))
         found = ratio(cold["ch08"], cold["ch07"], "total_s")
         ours, theirs = cold["ch08"], cold["ch07"]
+        if workload.conversations:
+            _turns(bench, workload, ours[0])
         prompt = ours[0].prompt_tokens
         hit = ours[0].counters["prefix_hit_tokens"]
         bench.data[workload.name] = {
@@ -94,7 +104,26 @@ def _sharing(bench: Experiment, parent: str) -> None:
         plots.bar_figure(values, path, title="Prefill tokens computed", xlabel="tokens", number=",.0f")
 
 
-def _mean_ttft(run: Any) -> float:
+def _turns(bench: Experiment, workload: Workload, run: RunResult) -> None:
+    """Per turn of the conversations what its prompt holds, and how much of that had to be computed: means in tokens."""
+    rows, turns = [], len(workload.conversations[0].turns)
+    for k in range(turns):
+        asked = run.requests[k::turns]  # in the order of the conversations
+        text = [len(talk.turns[k].user_ids) for talk in workload.conversations]
+        computed = [r.prompt_tokens - r.cached_tokens for r in asked]
+        prompt = [r.prompt_tokens for r in asked]
+        more = [c - t for c, t in zip(computed, text, strict=True)]
+        means = [f"{sum(values) / len(values):.1f}" for values in (prompt, text, computed)]
+        rows.append([k + 1, *means, max(more)])
+        bench.data.setdefault("turns", []).append({"prompt": prompt, "text": text, "computed": computed})
+    bench.data["tables"]["turns"] = table(
+        ["turn", "prompt", "of it new text", "computed", "computed beyond it, at most"],
+        ["轮次", "提示词", "其中新文本", "计算的 token", "额外计算，最多"],
+        rows,
+    )
+
+
+def _mean_ttft(run: RunResult) -> float:
     return sum(r.ttft_s for r in run.requests) / len(run.requests)
 
 
@@ -119,24 +148,48 @@ def _counters(bench: Experiment) -> None:
 
 
 def _overhead(bench: Experiment, parent: str) -> None:
-    """Nothing to share: what the tree costs."""
-    workload = get("offline", scale=0.2) if bench.quick else get("offline")
-    with Worker(__package__, **bench.options) as ours, Worker(parent, **bench.options) as theirs:
-        # Every round brings other tokens, else the second round would find the first one's prompts.
-        pairs: dict[str, list[Any]] = {"ch08": [], "ch07": []}
-        for i in range(2 if bench.quick else 7):
-            fresh = get("offline", scale=0.2 if bench.quick else 1.0, seed=100 + i)
-            order = [("ch08", ours), ("ch07", theirs)]
-            for name, worker in order if i % 2 else reversed(order):
-                pairs[name] += interleave({name: worker}, fresh, 1, warmup=0)[name]
-    found = ratio(pairs["ch08"], pairs["ch07"], "output_tok_s")
-    bench.data["offline_ratio"] = found
-    rates = [summarise(run.output_tok_s for run in pairs[name])["median"] for name in ("ch07", "ch08")]
+    """Nothing to share: what the tree costs in a pool that has long been full, and in one that still grows."""
+    full = ("96M" if bench.quick else "512M") if bench.dtype == "bfloat16" else ("192M" if bench.quick else "1G")
+    rows, rows_zh = [], []
+    for key, memory, name, name_zh in (
+        ("offline_ratio", full, "full: each page was another's", "已满：每页都曾属于别的请求"),
+        (
+            "offline_growing_ratio",
+            "auto",
+            "growing: each page is touched for the first time",
+            "增长中：每页都是首次写入",
+        ),
+    ):
+        runs = _fresh_rounds(bench, parent, memory)
+        found = ratio(runs["ch08"], runs["ch07"], "output_tok_s")
+        last = runs["ch08"][-1].counters
+        bench.data[key] = found | {"kv_total": last["kv_total"], "kv_cached": last["kv_cached"]}
+        rates = [summarise(run.output_tok_s for run in runs[chapter])["median"] for chapter in ("ch07", "ch08")]
+        cells = [*(f"{r:.0f}" for r in rates), f"{found['median']:.3f} ({found['min']:.3f}–{found['max']:.3f})"]
+        rows.append([name, *cells])
+        rows_zh.append([name_zh, *cells])
     bench.data["tables"]["overhead"] = table(
-        [f"no sharing ({workload.name})", "ch07 tok/s", "ch08 tok/s", "ratio (range)"],
-        ["无共享（offline）", "ch07 tok/s", "ch08 tok/s", "比值（范围）"],
-        [["", *(f"{r:.0f}" for r in rates), f"{found['median']:.3f} ({found['min']:.3f}–{found['max']:.3f})"]],
+        ["offline, pool", "ch07 tok/s", "ch08 tok/s", "ratio (range)"],
+        ["offline，页池", "ch07 tok/s", "ch08 tok/s", "比值（范围）"],
+        rows,
+        rows_zh=rows_zh,
     )
+
+
+def _fresh_rounds(bench: Experiment, parent: str, memory: str) -> dict[str, list[RunResult]]:
+    """Rounds of `offline`, each with other tokens, else the second round would find the first one's prompts."""
+    scale, warmup = (0.2, 3) if bench.quick else (1.0, 3)
+    runs: dict[str, list[RunResult]] = {"ch08": [], "ch07": []}
+    options = bench.options | {"kv_memory": memory}
+    with Worker(str(__package__), **options) as ours, Worker(parent, **options) as theirs:
+        workers = [("ch08", ours), ("ch07", theirs)]
+        for i in range(-warmup, 2 if bench.quick else 7):
+            fresh = get("offline", scale=scale, seed=100 + i)
+            for name, worker in workers if i % 2 else reversed(workers):
+                [result] = interleave({name: worker}, fresh, 1, warmup=0)[name]
+                if i >= 0:
+                    runs[name].append(result)
+    return runs
 
 
 def _eviction(bench: Experiment) -> None:
@@ -160,6 +213,47 @@ def _eviction(bench: Experiment) -> None:
         rows.append([f"{count:,}", f"{each * 1e6:.2f}"])
     bench.data["eviction"] = [{"nodes": n, "s_per_page": s} for n, s in points]
     bench.data["tables"]["eviction"] = table(["nodes", "µs per evicted page"], ["节点数", "每淘汰一页的 µs"], rows)
+
+
+SYSTEM = (
+    "You are a patient teacher of computer science. Answer in plain words, give one example that a beginner can follow, "
+    "and say so when you do not know. Never make up sources, numbers or names. "
+)
+PROGRAM = "Here is a small program. Say in one sentence what it computes, and then name its worst fault:\n"
+QUESTIONS = (
+    SYSTEM + PROGRAM + "def mean(xs): return sum(xs) / len(xs)",
+    SYSTEM + PROGRAM + "def last(xs): return xs[len(xs)]  # the last element of a list",
+    SYSTEM + "What is a page table, and why does every operating system need one?",
+    "Translate into French, word for word, and keep the punctuation as it is: the cat sat on the mat, and then it slept.",
+)
+FOLLOW_UP = " Thank you. And now write it again, but in a way that works for every list, the empty one included."
+LONG = "How many words are these? " + "one two three four five six seven eight nine ten " * 12
+PAGES, PAGE_SIZE = 40, 8  # of the pool: so small that the last request needs more than are free
+
+
+def _tree(bench: Experiment, path: Path) -> None:
+    """Draw the tree while requests run, after a conversation has gone on, and after others needed the pages."""
+    chapter = importlib.import_module(str(__package__))
+    config = ModelConfig.from_dict(resolve(bench.args.model).config)
+    page = PAGE_SIZE * token_bytes(config.layers, config.kv_heads, config.head_dim, getattr(torch, bench.dtype))
+    params = chapter.SamplingParams(max_tokens=24, ignore_eos=True)
+    moments = []
+    with chapter.LLM(**bench.options, page_size=PAGE_SIZE, kv_memory=str(PAGES * page), max_batch_tokens=256) as llm:
+        for question in QUESTIONS:
+            llm.add(question, params)
+        outputs = [llm.step() for _ in range(8)]
+        moments.append(("Four requests run: what they hold is filled", prefix_tree.snapshot(llm)))
+        while llm.has_work():
+            outputs.append(llm.step())
+        [first] = [o for some in outputs for o in some if o.prompt_token_ids == llm.tokenizer.encode(QUESTIONS[0])]
+        turn = [*first.prompt_token_ids, *first.token_ids, *llm.tokenizer.encode(FOLLOW_UP)]
+        llm.generate([turn], params, progress=False)
+        moments.append(("All have ended, and the first has asked again", prefix_tree.snapshot(llm)))
+        llm.generate([LONG], chapter.SamplingParams(max_tokens=1), progress=False)
+        moments.append(
+            ("Another prompt needed pages: the least recently used ends are gone", prefix_tree.snapshot(llm))
+        )
+    prefix_tree.figure(moments, path)
 
 
 if __name__ == "__main__":

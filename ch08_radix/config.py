@@ -30,7 +30,7 @@ class EngineConfig:
     prefix_cache: bool = option(True, "compute equal prefixes again and again")
     cuda_graph: bool = option(True, "decode without CUDA graphs")
     max_running: int = option(64, "requests in one step at most")
-    max_batch_tokens: int = option(0, "tokens in one step at most; 0: 128 on a CPU, 2048 on a GPU")
+    max_batch_tokens: int = option(0, "tokens in one step at most; 0: 96 on a CPU, 2048 on a GPU")
     scheduler: str = option(
         "continuous", "static: a batch runs to its end before the next begins", ("continuous", "static")
     )

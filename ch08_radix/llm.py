@@ -60,7 +60,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
+        prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
@@ -159,6 +159,8 @@ class LLM:
             text += request.detokenizer.flush(out.finish.cut)
             output.finish_reason, output.error = out.finish.reason, out.finish.error
             output.cached_tokens = int(out.counters["cached_tokens"])
+            output.draft_tokens = int(out.counters.get("draft_tokens", 0))
+            output.accepted_tokens = int(out.counters.get("accepted_tokens", 0))
             scheduled_at = out.counters["scheduled_at"]  # 0: it never ran
             queue_s = scheduled_at - request.arrival if scheduled_at else elapsed
             output.timings = _timings(output.token_times, elapsed, queue_s)

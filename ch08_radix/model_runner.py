@@ -52,7 +52,7 @@ class ModelRunner:
         )
 
     def forward(self, inp: ForwardInput) -> torch.Tensor:
-        """Logits float32[R, vocab_size], one row per entry of inp.logit_rows; from a graph, valid until the next call."""
+        """Logits[R, vocab_size], one row per entry of inp.logit_rows; from a graph, valid until the next call."""
         logits = self.graphs.run(inp) if self.graphs else None
         return self.forward_eager(inp) if logits is None else logits
 

@@ -185,11 +185,10 @@ class Group:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[R, n] of every rank -> [R, size * n] on rank 0, in the order of the ranks; the others get their own x back."""
         if self.size == 1 or not x.numel():
-            return x
+            return x.new_empty(len(x), x.shape[1] * self.size) if self.size > 1 else x
         x = x.contiguous()
         if self._shared:
-            parts = self._shared.gather(x)
-            return x if parts is None else torch.cat(list(parts), dim=-1)
+            return self._shared.gather(x)
         options = dist.GatherOptions()
         options.rootRank = 0
         outs = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
@@ -262,9 +261,10 @@ class Group:
         return store
 
     def _broadcast(self, group: Any, tensor: torch.Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self._do(group.broadcast, [tensor], options)
+        if self._shared:
+            self._shared.broadcast(tensor)
+        else:
+            self._do(group.broadcast, [tensor], dist.BroadcastOptions())  # whose root is 0
 
     def _do(self, collective: Callable[..., Any], *args: Any) -> None:
         try:

@@ -55,7 +55,7 @@ class ModelRunner:
         )
 
     def forward(self, inp: ForwardInput) -> torch.Tensor:
-        """Logits float32[R, vocab_size], one row per entry of inp.logit_rows; from a graph, valid until the next call.
+        """Logits[R, vocab_size], one row per entry of inp.logit_rows; from a graph, valid until the next call.
 
         All ranks call it with the same input, and so run the same graphs.
         """

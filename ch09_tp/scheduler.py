@@ -36,7 +36,7 @@ class Scheduler:
         self.static = static
         self._room = 0  # requests that may still join
         self.preemptions = 0
-        self.hit_tokens = 0  # found in the prefix cache instead of computed
+        self.hit_tokens = 0  # the cached_tokens of all requests
         self.waiting: deque[Req] = deque()
         self.running: list[Req] = []
         self.kv = kv
@@ -80,9 +80,9 @@ class Scheduler:
                 self._room = 0
                 break
             self.waiting.popleft()
-            self.hit_tokens += req.cached_len
             if not req.scheduled_at:  # a preempted request finds its own tokens, which is no hit of its prompt
                 req.cached_tokens = req.cached_len
+                self.hit_tokens += req.cached_len
             req.to(ReqState.PREFILL)
             self.running.append(req)
             self._room -= 1

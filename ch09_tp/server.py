@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -123,7 +123,10 @@ class Server:
         kind_of_body = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
         if kind_of_body != "application/json":
             raise ApiError(415, f"content-type must be application/json, not {shown(kind_of_body)}")
-        body = await read_body(request, self.config.max_body_bytes)
+        try:
+            body = await read_body(request, self.config.max_body_bytes)
+        except TimeoutError:
+            raise ApiError(408, "the body did not arrive in time", headers={"Connection": "close"}) from None
         if body is None:
             message = f"the body is larger than {self.config.max_body_bytes} bytes"
             raise ApiError(413, message, headers={"Connection": "close"})
@@ -248,7 +251,7 @@ class Exchange:
         ]
         return self.answer.whole(made, self._usage())
 
-    async def events(self, watcher: asyncio.Task[None]) -> AsyncIterator[bytes]:
+    async def events(self, watcher: asyncio.Task[None]) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events, ending with [DONE], or with an error and no [DONE]."""
         begun = False
         try:
@@ -310,8 +313,9 @@ class Exchange:
     def _usage(self) -> dict[str, Any]:
         streams = [c.stream for c in self.choices]
         prompts = {id(s.prompt_ids): s for s in streams}.values()  # the choices of one prompt count it once
-        cached = sum(s.cached_tokens for s in prompts)
-        return usage(sum(len(s.prompt_ids) for s in prompts), sum(s.output_tokens for s in streams), cached)
+        cached = sum(s.count("cached_tokens") for s in prompts)
+        drafts = [sum(s.count(name) for s in streams) for name in ("draft_tokens", "accepted_tokens")]
+        return usage(sum(len(s.prompt_ids) for s in prompts), sum(s.output_tokens for s in streams), cached, *drafts)
 
 
 # ---- plumbing -------------------------------------------------------------------------------------------------------

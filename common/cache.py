@@ -59,7 +59,7 @@ def is_intact(folder: Path, version: int, *, deep: bool = False) -> bool:
     return True
 
 
-def build_once(folder: Path, build: Callable[[Path], None], version: int) -> Path:
+def build_once(folder: Path, build: Callable[[Path], object], version: int) -> Path:
     """Return `folder`, building it first unless an intact one of this version is there.
 
     build(target) fills an empty folder. While one process builds, the others wait for its result. A leftover of an
@@ -91,7 +91,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _rebuild(folder: Path, build: Callable[[Path], None], version: int) -> None:
+def _rebuild(folder: Path, build: Callable[[Path], object], version: int) -> None:
     # The lock is held: whatever matches the temporary names belongs to a process that died.
     for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)

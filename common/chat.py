@@ -10,7 +10,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -89,7 +89,7 @@ class Chat:
             self.messages += [user, {"role": "assistant", "content": answer.text}]
         return answer
 
-    def _pieces(self, body: dict[str, Any], answer: Answer) -> Iterator[str]:
+    def _pieces(self, body: dict[str, Any], answer: Answer) -> Generator[str, None, None]:
         """The text as it arrives; usage and finish_reason go to `answer`. Closing the iterator closes the connection."""
         parser, path = api.Events(), "/v1/chat/completions"
         try:

@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**kwargs)
         self.late_defaults: dict[str, Any] = {}
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = super().parse_known_args(args, namespace)
         plain = {a.dest for a in self._actions if a.default is not argparse.SUPPRESS}
         found.given = set(vars(found)) - plain

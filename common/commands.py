@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import cli
+from common import cli, prefix_tree
 from common.trace import COMPONENTS, Tracer, report
 
 PROMPT = "请解释什么是 KV Cache？"  # the book's standard example
@@ -60,6 +60,7 @@ def trace(
     parser = cli.parser(f"{package}.trace", "Trace the life of one request.")
     parser.add_argument("--prompt", default=PROMPT, help="the prompt to follow")
     parser.add_argument("--max-tokens", type=int, default=8, help="output tokens")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="send it N times, one after the other")
     parser.add_argument("--out", type=Path, default=Path("trace_out"), help="folder for trace.json and sequence.png")
     parser.add_argument("--json", action="store_true", help="print the events as JSON")
     if over_http:
@@ -69,12 +70,21 @@ def trace(
     params = params_class(max_tokens=args.max_tokens, ignore_eos=True)
     tracer = Tracer()
     options = cli.config_kwargs(config_class, args)
-    if over_http and args.http:
+    trees = []
+    http = over_http is not None and args.http
+    if args.repeat < 1 or (args.repeat > 1 and http):
+        raise ValueError(f"--repeat must be at least 1, and 1 with --http, not {args.repeat}")
+    if over_http and http:
         over_http(options, tracer, args.prompt, args.max_tokens)
     else:
         with llm_class(tracer=tracer, **options) as llm:
-            output = llm.generate([args.prompt], params, progress=False)[0]
-        if output.error:
-            raise ValueError(output.error)
+            trees.append(("before", prefix_tree.snapshot(llm)))
+            outputs = [llm.generate([args.prompt], params, progress=False)[0] for _ in range(args.repeat)]
+            trees.append(("after", prefix_tree.snapshot(llm)))
+        if outputs[0].error:
+            raise ValueError(outputs[0].error)
     report(tracer.events, COMPONENTS, out_dir=args.out, title=f"{package}: {args.prompt}", as_json=args.json)
+    for moment, tree in trees:
+        if tree and not args.json:
+            print(f"\nprefix tree {moment}:", *prefix_tree.lines(tree), sep="\n")
     return 0

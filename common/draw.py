@@ -184,6 +184,7 @@ class Word:
 class Canvas:
     """Axes in inches, y downwards, with the x of every lifeline; ``several``: rows name their request."""
 
+    figure: Figure
     ax: Axes
     fonts: list[str]
     height: float
@@ -195,19 +196,18 @@ class Canvas:
     ) -> None:
         """One text, in a smaller size where it is wider than ``width`` inches."""
         t = self.ax.text(x, y, drawable(text, self.fonts), size=size, color=colour, zorder=5, **style)
-        wide = t.get_window_extent(self.ax.figure.canvas.get_renderer()).width / DPI
-        t.set_size(size * min(1.0, width / max(wide, 1e-6)))
+        wide = t.get_window_extent().width / DPI
+        t.set_fontsize(size * min(1.0, width / max(wide, 1e-6)))
 
     def words(self, left: float, right: float, y: float, words: Sequence[Word], paper: str, size: float = 7.5) -> None:
         """A line of differently styled words above ``y``, from ``left``, or ending at the page where it is too long."""
         from matplotlib.patches import Rectangle
 
-        renderer = self.ax.figure.canvas.get_renderer()
         drawn = []
         for w in words:
             weight = "bold" if w.bold else "normal"
             t = self.ax.text(0, y, w.text, size=size, color=w.colour, weight=weight, va="baseline", zorder=5)
-            drawn.append((t, t.get_window_extent(renderer).width / DPI))
+            drawn.append((t, t.get_window_extent().width / DPI))
         space = 0.05
         total = sum(width for _, width in drawn) + space * (len(drawn) - 1)
         x = max(GUTTER, left if left + total <= right else right - total)
@@ -230,7 +230,7 @@ def canvas(height: float, hops: Sequence[Component], fonts: list[str], several: 
     ax.set_axis_off()
     pitch = (WIDTH - GUTTER - MARGIN) / max(len(hops), 1)
     x = {c.name: GUTTER + pitch * (i + 0.5) for i, c in enumerate(hops)}
-    return Canvas(ax, fonts, height, x, several)
+    return Canvas(figure, ax, fonts, height, x, several)
 
 
 def draw_header(page: Canvas, hops: Sequence[Component], title: str) -> None:
@@ -244,7 +244,7 @@ def draw_header(page: Canvas, hops: Sequence[Component], title: str) -> None:
         box = FancyBboxPatch((x - width / 2, TITLE), width, HEADER, "round,pad=0,rounding_size=0.04", zorder=3)
         box.set(facecolor="#e8eaf6", edgecolor="#7986cb", linewidth=0.8)
         page.ax.add_patch(box)
-        centre = {"ha": "center", "va": "center", "width": width - 0.06}
+        centre: dict[str, Any] = {"ha": "center", "va": "center", "width": width - 0.06}
         page.text(x, TITLE + 0.12, c.name, 8, weight="bold", **centre)
         page.text(x, TITLE + 0.27, Path(c.file).name, 6.5, **centre)
         official = c.official if len(c.official) * 0.05 < width else c.official.replace("/", "/\n", 1)
@@ -334,7 +334,7 @@ def figure(events: Sequence[Event], components: Sequence[Component], title: str)
     draw_header(page, hops, title)
     draw_bands(page, parts)
     draw_footer(page)
-    return page.ax.figure
+    return page.figure
 
 
 def sequence_diagram(events: Sequence[Event], components: Sequence[Component], path: Path, title: str) -> None:

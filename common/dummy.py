@@ -108,7 +108,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
     q, kv = heads * head_dim, kv_heads * head_dim
     qkv_bias = kind == "qwen2" or bool(config.get("attention_bias"))
-    layer = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
     for proj, size in (("q", q), ("k", kv), ("v", kv)):
         layer[f"self_attn.{proj}_proj.weight"] = (size, hidden)
         if qkv_bias:

@@ -6,10 +6,13 @@ Token times come from where each engine hands a token out, so TTFT and gaps are 
 import importlib
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from common import peers
 from common.host import native_bfloat16
+from common.trace import Tracer, to_json
 
 DEFAULT_MODEL = "smollm2-135m"
 POLL_S = 0.01
@@ -47,19 +50,19 @@ class ChapterEngine:
     def __init__(self, name: str, options: dict[str, Any]):
         module = importlib.import_module(name)
         self.name, self.model = name, options.get("model", DEFAULT_MODEL)
-        self._params = module.SamplingParams
-        self._llm = module.LLM(**options)
+        self.params = module.SamplingParams
+        self.llm = module.LLM(**options)
         # An output carries no id: it is known again by its prompt and its length. Requests equal in both differ only in
         # their place in time, so the oldest is taken.
         self._open: dict[tuple[int, ...], list[tuple[int, int]]] = {}
 
     def add(self, prompt_ids: tuple[int, ...], max_tokens: int) -> int:
-        rid = self._llm.add(list(prompt_ids), self._params(max_tokens=max_tokens, ignore_eos=True))
+        rid = self.llm.add(list(prompt_ids), self.params(max_tokens=max_tokens, ignore_eos=True))
         self._open.setdefault(prompt_ids, []).append((rid, max_tokens))
         return rid
 
     def step(self) -> list[Finished]:
-        return [self._finished(output) for output in self._llm.step()]
+        return [self._finished(output) for output in self.llm.step()]
 
     def _finished(self, output: Any) -> Finished:
         prompt, count = tuple(output.prompt_token_ids), len(output.token_ids)
@@ -79,20 +82,72 @@ class ChapterEngine:
         return Finished(match[0], list(output.token_ids), list(output.token_times), output.cached_tokens)
 
     def has_work(self) -> bool:
-        return self._llm.has_work()
+        return self.llm.has_work()
 
     def stats(self) -> dict[str, int]:
-        return dict(self._llm.stats())
+        return dict(self.llm.stats())
+
+    def reserved(self) -> int:
+        """Positions of the KV cache that running requests hold, filled or not; 0 in a chapter without a cache."""
+        engine = self.llm.engine
+        if not hasattr(engine, "kv"):
+            return 0
+        return len({page for req in engine.scheduler.running for page in req.pages}) * engine.kv.page_size
+
+    def logits(self, ids: Sequence[int], start: int) -> Any:
+        """float32[len(ids) - start, V]: what the engine says about the tokens from `start` on, each after those before it.
+
+        The engine generates them step by step as it always does, but its sampler is told what to draw.
+        """
+        import torch
+
+        sampler, rows = self.llm.engine.sampler, []
+        sample = sampler.sample
+
+        def forced(logits: Any, drawn: Any) -> tuple[list[int], list[None]]:
+            rows.append(logits.detach().float().clone())
+            return [ids[row.position] for row in drawn], [None] * len(drawn)
+
+        sampler.sample = forced
+        try:
+            params = self.params(max_tokens=len(ids) - start, ignore_eos=True)
+            output = self.llm.generate([list(ids[:start])], params, progress=False)[0]
+        finally:
+            sampler.sample = sample
+        if output.token_ids != list(ids[start:]):
+            raise RuntimeError(f"{self.name} did not take the tokens it was told: {output.error or 'others came out'}")
+        return torch.cat(rows)
 
     def close(self) -> None:
-        self._llm.close()
+        self.llm.close()
 
 
 def open_engine(name: str, options: dict[str, Any]) -> Engine:
-    """The chapter package `name`, or transformers for `hf`. Raises what the engine raises on options it refuses."""
+    """The chapter package `name`, or a peer: `hf` (transformers), `vllm`, `openvino`. Raises what the engine raises on
+    options it refuses."""
     if name == "hf":
         return open_hf(**options)
+    if name in peers.OPENERS:
+        return peers.OPENERS[name](**options)
     return ChapterEngine(name, options)
+
+
+def follow(name: str, options: dict[str, Any], prompt: str, max_tokens: int) -> dict[str, Any]:
+    """One prompt through a chapter with a tracer: {"output", "text_of" (one per token), "stats", "events"}."""
+    module = importlib.import_module(name)
+    tracer = Tracer()
+    params = module.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    with module.LLM(tracer=tracer, **options) as llm:
+        output = llm.generate([prompt], params, progress=False)[0]
+        if output.error:
+            raise ValueError(output.error)
+        texts = [llm.tokenizer.decode([token]) for token in output.token_ids]
+        return {
+            "output": output.to_dict(),
+            "text_of": texts,
+            "stats": dict(llm.stats()),
+            "events": to_json(tracer.events),
+        }
 
 
 def open_hf(
@@ -150,6 +205,13 @@ def _from_source(checkpoint: Any, dtype: Any) -> Any:
     return network
 
 
+def _hf_logits(network: Any, ids: Sequence[int], start: int) -> Any:
+    import torch
+
+    with torch.inference_mode():
+        return network(torch.tensor([list(ids)])).logits[0, start - 1 : -1].float()
+
+
 class _Clock:
     """A streamer that keeps only when each step's tokens came; transformers asks for `put` and `end`."""
 
@@ -195,6 +257,9 @@ class StaticHF:
             Finished(rid, row[:n], [t - added for t in times[:n]])
             for (rid, _, n, added), row in zip(taken, tokens, strict=True)
         ]
+
+    def logits(self, ids: Sequence[int], start: int) -> Any:
+        return _hf_logits(self._network, ids, start)
 
     def has_work(self) -> bool:
         return bool(self._queue)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,7 +101,8 @@ def milliseconds(seconds: float) -> str:
 def table(
     columns: Sequence[str], columns_zh: Sequence[str], rows: Sequence[Sequence[Any]], **more: Any
 ) -> dict[str, Any]:
-    """A table as result files hold it (common.report), printed on the way."""
+    """A table as result files hold it (common.report), printed on the way, as wide as it needs where nobody's terminal
+    sets a limit."""
     from rich.console import Console
     from rich.table import Table
 
@@ -108,5 +110,5 @@ def table(
     shown = Table(*columns)
     for row in cells:
         shown.add_row(*row)
-    Console().print(shown)
+    (Console() if sys.stdout.isatty() else Console(width=200)).print(shown)
     return {"columns": list(columns), "columns_zh": list(columns_zh), "rows": cells, **more}

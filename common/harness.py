@@ -22,8 +22,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from common.host import host_record
 from common.workloads import Workload
 
@@ -55,6 +53,8 @@ class RunResult:
     arrival is not in it. Token counts are lengths of token_ids. `ttft_s`, `tpot_s` and `e2e_s` are medians over the
     requests, `counters` the growth of the engine's counters during the run (levels: the value at the end), `peaks` the
     highest levels seen after a step where they were asked for, `peak_rss_bytes` the worker's since its start.
+    `kv_utilisation`, asked for together with the peaks: of the positions that running requests held, summed over the
+    steps, the share that had a token in it; None for an engine without a cache or with one that cannot be looked into.
     """
 
     workload: str
@@ -75,6 +75,7 @@ class RunResult:
     peaks: dict[str, int]
     peak_rss_bytes: int
     requests: list[RequestResult]
+    kv_utilisation: float | None = None
 
     @classmethod
     def of(cls, requests: list[RequestResult], total_s: float, **known: Any) -> "RunResult":
@@ -125,12 +126,21 @@ class WorkerError(RuntimeError):
 class Worker:
     """One engine in a process of its own, started on entry and gone, with all its children, on exit.
 
-    `engine` is a chapter's package name or `hf`; `options` are keywords of its LLM, for `hf` those of
-    `common.engines.open_hf`. `timeout_s` bounds each single answer, loading the model included.
+    `engine` is a chapter's package name or a peer's (`common.engines.open_engine`); `options` are keywords of its LLM,
+    for a peer those of the function that opens it. `timeout_s` bounds each single answer, loading the model included.
+    `python` is another interpreter, for a peer that lives in an environment of its own.
     """
 
-    def __init__(self, engine: str, *, timeout_s: float = 1800.0, env: dict[str, str] | None = None, **options: Any):
-        self.engine, self.options, self.timeout_s = engine, options, timeout_s
+    def __init__(
+        self,
+        engine: str,
+        *,
+        timeout_s: float = 1800.0,
+        env: dict[str, str] | None = None,
+        python: str = "",
+        **options: Any,
+    ):
+        self.engine, self.options, self.timeout_s, self.python = engine, options, timeout_s, python or sys.executable
         self.env = {**os.environ, **(env or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
@@ -138,7 +148,7 @@ class Worker:
     def __enter__(self) -> "Worker":
         self._stderr = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "common.worker"],
+            [self.python, "-m", "common.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -241,6 +251,8 @@ def interleave(
 
     Each worker runs it `warmup` times first, unmeasured. Entry i of every list is of the same round.
     """
+    from tqdm import tqdm  # here: a peer's environment, which runs only the other end, may lack it
+
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, not {rounds}")
     runs: dict[str, list[RunResult]] = {name: [] for name in workers}

@@ -32,7 +32,7 @@ def host_record(threads: int | None = None, device: str = "cpu") -> dict[str, An
         "cores": cores,
         "threads": threads or cores,
         "flags": [flag for flag in FLAGS if flag in cpu_flags()],
-        "memory_gib": round(_memory_bytes() / 2**30, 1),
+        "memory_gib": round(memory_bytes() / 2**30, 1),
         "os": f"{platform.system()} {'.'.join(re.findall(r'[0-9]+', platform.release())[:2])}",
         "versions": versions(),
     }
@@ -78,7 +78,8 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
+    """Of the machine; 0 where it does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):

@@ -39,7 +39,7 @@ class Cases:
     def normal(self, *size: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*size, generator=self.generator, device=self.device) * scale).to(dtype)
 
-    def integers(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    def integers(self, values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def lengths(self, count: int, page: int, longest: int | None = None) -> list[int]:
@@ -84,7 +84,7 @@ class Cases:
             self.kernels.paged_decode(q, *caches, tensors[0], tensors[2], scale, splits, out)
         else:
             self.kernels.paged_prefill(q, *caches, *tensors, scale, max(extends), splits, out)
-        return error(out, paged_attention(q, *caches, *tensors, scale))
+        return error(out, paged_attention(q, caches[0], caches[1], *tensors, scale))
 
     def store_kv(self, heads: Heads, dtype: torch.dtype, page: int, tokens: int, padding: int = 0) -> float:
         """The last ``padding`` tokens have no slot. Everything but the slots named must stay as it was."""
@@ -111,7 +111,7 @@ class Cases:
         sums = [None if before is None else before.clone() for _ in range(2)]
         want, want_sum = self.ops.rms_norm(x.clone(), weight, EPS, sums[0])
         got, got_sum = self.kernels.add_rms_norm(x, weight, EPS, sums[1])
-        assert got_sum is (sums[1] if residual else x), "the sum is kept in place"
+        assert got_sum is (x if sums[1] is None else sums[1]), "the sum is kept in place"
         assert torch.equal(got_sum, want_sum), "the sum is rounded once, as in torch"
         return error(got, want)
 

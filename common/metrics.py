@@ -22,6 +22,8 @@ class Metrics:
             n: Counter(names[n], f"engine counter: {n}", registry=self.registry) for n in names if n not in LEVELS
         }
         self._last = dict.fromkeys(self._totals, 0)
+        help = "prefix hits / (prefix hits + prefill tokens) since the start"
+        self._hit_rate = Gauge("minisgl_prefix_hit_rate", help, registry=self.registry)
         self.open = Gauge("minisgl_open_requests", "requests accepted and not ended", registry=self.registry)
         self.ended = Counter("minisgl_requests", "requests by how they ended", ["reason"], registry=self.registry)
         self.ttft, self.itl, self.e2e = (
@@ -40,6 +42,8 @@ class Metrics:
         for name, counter in self._totals.items():
             counter.inc(stats[name] - self._last[name])
             self._last[name] = stats[name]
+        hits = stats["prefix_hit_tokens"]
+        self._hit_rate.set(hits / (hits + stats["prefill_tokens"]) if hits else 0.0)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

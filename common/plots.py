@@ -26,6 +26,9 @@ COLOURS = {
     "ch09": "#7560a8",
     "ch10": "#b0558f",
     "hf": "#59626f",
+    "vllm": "#8a7a5c",
+    "openvino": "#6d8a7a",
+    "llama.cpp": "#8a6d80",
 }
 SPARE = ("#3f78b5", "#d98b2b", "#5b9a4f", "#b0558f", "#7560a8", "#2f8f8b")
 # Inches and dots: 1280 pixels wide, shown at about 830 in a README, so that 11 points stay legible there.
@@ -153,6 +156,99 @@ def bar_figure(
         axes.grid(False, axis="y")
 
 
+@dataclass(frozen=True)
+class BarPanel:
+    """One small plot of a grid: a bar per name, (median, lowest, highest) or one number; None where there is none."""
+
+    title: str
+    values: Mapping[str, float | tuple[float, float, float] | None]
+    floor: float | None = None
+
+
+def bar_grid(panels: Sequence[BarPanel], path: str | Path, *, columns: int = 4) -> None:
+    """Write a PNG of horizontal bars in a grid of panels that share their names, written once per row of the grid.
+
+    Raises ValueError without panels or where their names differ.
+    """
+    if not panels or any(panel.values.keys() != panels[0].values.keys() for panel in panels):
+        raise ValueError("a grid needs panels that have the same names")
+    names = list(panels[0].values)
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    height = rows * (0.62 + 0.16 * len(names))
+    with _figure(path, columns, height, rows, {"font.size": 8.5, "axes.titlesize": 9}) as all_axes:
+        for place, axes in enumerate(all_axes):
+            if place >= len(panels):
+                axes.set_axis_off()
+                continue
+            _bars(axes, panels[place])
+            axes.set_yticks(range(len(names)), names)
+            axes.set_ylim(len(names) - 0.4, -0.6)
+            axes.tick_params(axis="y", length=0, labelleft=place % columns == 0)
+
+
+def stack_figure(
+    bars: Mapping[str, Mapping[str, float]], path: str | Path, *, title: str, xlabel: str, shades: Mapping[str, str]
+) -> None:
+    """Write a PNG of horizontal bars, each made of parts {part: length}, in the colours that `shades` gives the parts.
+
+    Parts are drawn in the order of `shades`. Raises ValueError without bars.
+    """
+    if not bars:
+        raise ValueError("a figure needs values")
+    with _figure(path, 1, 1.9 + 0.42 * len(bars)) as (axes,):
+        for place, parts in enumerate(bars.values()):
+            left = 0.0
+            for part, shade in shades.items():
+                axes.barh(place, parts.get(part, 0.0), left=left, height=0.62, color=shade)
+                left += parts.get(part, 0.0)
+            axes.text(left, place, f"  {short_number(left)}", va="center", color=INK)
+        axes.set_title(title)
+        axes.set(xlabel=xlabel)
+        axes.margins(x=0.12)
+        axes.set_xlim(left=0)
+        axes.set_yticks(range(len(bars)), list(bars))
+        axes.set_ylim(len(bars) - 0.4, -0.6)
+        axes.grid(False, axis="y")
+        used = [part for part in shades if any(parts.get(part) for parts in bars.values())]
+        handles = [_patch(shades[part]) for part in used]
+        axes.figure.legend(handles, used, loc="outside lower center", ncols=4, frameon=False, fontsize=9.5)
+
+
+def _patch(shade: str) -> Any:
+    """A filled square for a legend."""
+    from matplotlib.patches import Patch
+
+    return Patch(color=shade)
+
+
+def short_number(value: float) -> str:
+    """Three significant digits, and no exponent for what is not tiny: 0.0123, 7.4, 1,067."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _bars(axes: "Axes", panel: BarPanel) -> None:
+    shown = [_spread(value)[2] for value in panel.values.values() if value is not None]
+    reach = max([*shown, panel.floor or 0.0]) or 1.0
+    for place, (name, value) in enumerate(panel.values.items()):
+        if value is None:
+            axes.text(reach * 0.02, place, "–", va="center", color=MUTED)
+            continue
+        middle, low, high = _spread(value)
+        axes.barh(place, middle, height=0.66, color=colour(name, place))
+        if high > low:
+            axes.plot([low, high], [place, place], color=INK, linewidth=1.0, solid_capstyle="butt")
+        axes.text(high + reach * 0.03, place, short_number(middle), va="center", color=INK, fontsize=8)
+    if panel.floor is not None:
+        axes.axvline(panel.floor, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.1)
+        axes.text(panel.floor, len(panel.values) - 0.42, "floor", va="top", ha="center", color=MUTED, fontsize=7)
+    axes.set_title(panel.title)
+    axes.set(xlim=(0, reach * 1.42))  # room for the numbers
+    axes.set_xticks([])
+    axes.grid(False)
+    axes.spines["bottom"].set_visible(False)
+
+
 def tpot_vs_context(
     series: Mapping[str, Sequence[tuple[int, float]]], floor: float | Points | None, path: str | Path
 ) -> None:
@@ -181,16 +277,18 @@ def _spread(value: float | tuple[float, float, float]) -> tuple[float, float, fl
 
 
 @contextmanager
-def _figure(path: str | Path, columns: int, height: float) -> Iterator[list["Axes"]]:
-    """The axes, side by side, of a figure in this style; it is saved to `path` when the block succeeds."""
+def _figure(
+    path: str | Path, columns: int, height: float, rows: int = 1, style: Mapping[str, Any] | None = None
+) -> Iterator[list["Axes"]]:
+    """The axes, row by row, of a figure in this style; it is saved to `path` when the block succeeds."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE | dict(style or {})):
         figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
-        yield list(figure.subplots(1, columns, sharey=True, squeeze=False)[0])
+        yield list(figure.subplots(rows, columns, sharey=rows == 1, squeeze=False).flat)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Software": None})
 

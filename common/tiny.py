@@ -127,4 +127,4 @@ def cached_tiny_model(arch: str, *, seed: int = 0, **overrides: Any) -> Path:
     """Like tiny_model, in the cache folder and built once; for tests that only read it."""
     key = json.dumps([seed, tiny_config(arch, **overrides)], sort_keys=True)
     folder = cache_dir() / "tiny" / f"{arch}-{zlib.crc32(key.encode()):08x}"
-    return build_once(folder, lambda target: tiny_model(arch, target, seed=seed, **overrides) and None, VERSION)
+    return build_once(folder, lambda target: tiny_model(arch, target, seed=seed, **overrides), VERSION)

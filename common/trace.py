@@ -224,6 +224,7 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
     It counts what the Scheduler says: an engine step is a step with a ``schedule`` event, whose extend_len is what the
     forward computes; every output token has one ``process`` event with its id. ttft_s runs from a request's first event
     to its first token, tpot_s is the mean gap after that; means over the requests, None where there is no such token.
+    Where a prefix cache was asked, hit_tokens of prompt_tokens were found there, when each request first began.
     """
     scheduled = [e for e in events if e.action == "schedule"]
     made: dict[int, list[float]] = {}
@@ -234,12 +235,15 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
             made.setdefault(e.rid, []).append(e.t)
     first = [times[0] - began[rid] for rid, times in made.items()]
     gaps = [(times[-1] - times[0]) / (len(times) - 1) for times in made.values() if len(times) > 1]
+    asked = list({e.rid: e for e in reversed(events) if e.action == "match"}.values())  # the first of each request
+    hits = {"hit_tokens": sum(e.cached_len for e in asked), "prompt_tokens": sum(e.length for e in asked)}
     return {
         "steps": len({e.step for e in scheduled}),
         "tokens": sum(map(len, made.values())),
         "forwarded_tokens": sum(e.extend_len for e in scheduled),
         "ttft_s": sum(first) / len(first) if first else None,
         "tpot_s": sum(gaps) / len(gaps) if gaps else None,
+        **(hits if asked else {}),
     }
 
 
@@ -250,6 +254,9 @@ def summary_line(events: Sequence[Event]) -> str:
     for name in ("ttft", "tpot"):
         if s[f"{name}_s"] is not None:
             line += f" · {name.upper()} {s[f'{name}_s'] * 1e3:.2f} ms"
+    if "hit_tokens" in s:
+        rate = s["hit_tokens"] / s["prompt_tokens"]
+        line += f" · hit rate {rate:.1%} ({s['hit_tokens']} of {s['prompt_tokens']} tokens)"
     return line
 
 
@@ -285,6 +292,6 @@ def report(
     console.print(table(events, components, console))
     console.print(path_table(events, components))
     console.print(Text(summary_line(events)), highlight=False)
-    for path in written:
-        print(f"wrote {path}")
+    for file in written:
+        print(f"wrote {file}")
     return written

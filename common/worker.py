@@ -3,6 +3,9 @@
     {"cmd": "open", "engine": "ch04_kvcache", "options": {"model": "smollm2-135m", "dtype": "float32"}}
     {"cmd": "run", "workload": "offline", "scale": 0.25}      or "workload": {…Workload.to_dict()…}
     {"cmd": "stats"}
+    {"cmd": "versions"}
+    {"cmd": "logits", "sequences": [[[5, 6, 7, 8], 2]], "file": "logits.npy"}      see common.logits
+    {"cmd": "follow", "engine": "ch04_kvcache", "options": {}, "prompt": "…", "max_tokens": 8}      without open
     {"cmd": "close"}
 
 Each command gets one line, {"ok": true, …} or {"ok": false, "error": "…"}. Only these lines reach the real standard
@@ -21,8 +24,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from common.engines import Engine, Finished, open_engine
+from common.engines import Engine, Finished, follow, open_engine
 from common.harness import RequestResult, RunResult
+from common.host import versions
 from common.workloads import Conversation, Workload, encode_texts, get
 
 LEVELS = ("kv_total", "kv_used", "kv_cached", "running", "waiting")
@@ -68,6 +72,8 @@ def drive(engine: Engine, workload: Workload, *, peaks: bool = False) -> RunResu
     waiting: dict[int, tuple[Job, float]] = {}
     results: list[tuple[int, int, RequestResult]] = []
     highest: dict[str, int] = {}
+    reserved = getattr(engine, "reserved", None) if peaks else None
+    held = filled = 0
     before = engine.stats()
     start, now = time.perf_counter(), 0.0
     while queue or waiting:
@@ -91,6 +97,8 @@ def drive(engine: Engine, workload: Workload, *, peaks: bool = False) -> RunResu
         if peaks:
             levels = engine.stats()
             highest = {key: max(levels[key], highest.get(key, 0)) for key in LEVELS if key in levels}
+            if reserved and levels.get("kv_used"):
+                held, filled = held + reserved(), filled + levels["kv_used"]
     results.sort(key=lambda result: result[:2])
     return RunResult.of(
         [result for _, _, result in results],
@@ -101,6 +109,7 @@ def drive(engine: Engine, workload: Workload, *, peaks: bool = False) -> RunResu
         counters=_growth(before, engine.stats()),
         peaks=highest,
         peak_rss_bytes=peak_rss_bytes(),
+        kv_utilisation=filled / held if held else None,
     )
 
 
@@ -141,6 +150,9 @@ def handle(command: dict[str, Any], engine: Engine | None) -> tuple[dict[str, An
         if engine is not None:
             raise ValueError("an engine is open already")
         return {}, open_engine(command["engine"], command.get("options", {}))
+    if kind == "follow":
+        wanted = command["prompt"], command["max_tokens"]
+        return {"seen": follow(command["engine"], command.get("options", {}), *wanted)}, engine
     if engine is None:
         raise ValueError(f"{kind!r} needs an open engine")
     if kind == "run":
@@ -153,6 +165,12 @@ def handle(command: dict[str, Any], engine: Engine | None) -> tuple[dict[str, An
         return {"result": asdict(drive(engine, workload, peaks=command.get("peaks", False)))}, engine
     if kind == "stats":
         return {"stats": engine.stats()}, engine
+    if kind == "versions":
+        return {"versions": getattr(engine, "versions", versions)()}, engine
+    if kind == "logits":
+        from common.logits import write
+
+        return {"rows": write(engine, command["sequences"], command["file"])}, engine
     if kind == "close":
         engine.close()
         return {}, None

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 CHAPTERS = sorted(p.parent.name for p in ROOT.glob("ch[0-9][0-9]_*/chapter.toml"))
 ENGINES = [name for name in CHAPTERS if name > "ch03"]  # chapters with a real model
 BATCHING = [name for name in CHAPTERS if name > "ch06"]  # chapters that run several requests in one step
+SHARING = [name for name in CHAPTERS if name > "ch08"]  # chapters in which requests share the pages of equal prefixes
 SERVERS = [name for name in CHAPTERS if (ROOT / name / "serve.py").exists()]
 
 
@@ -62,4 +63,10 @@ def served(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.fixture(params=BATCHING)
 def batching_chapter(request: pytest.FixtureRequest) -> ModuleType:
     """Every chapter that runs several requests in one step, in turn."""
+    return chapter(request.param)
+
+
+@pytest.fixture(params=SHARING)
+def sharing_chapter(request: pytest.FixtureRequest) -> ModuleType:
+    """Every chapter in which requests share the pages of equal prefixes, in turn."""
     return chapter(request.param)

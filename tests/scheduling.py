@@ -27,6 +27,10 @@ def has_option(chapter: ModuleType, name: str) -> bool:
     return name in part(chapter, "config").EngineConfig.__dataclass_fields__
 
 
+def draft_of(item: Any) -> list[int]:
+    return getattr(item, "draft", [])
+
+
 def extended(hashes: list[int], tokens: Sequence[int]) -> list[int]:
     """hashes[i] covers tokens[: i + 1]; computes, in place, those that are missing."""
     for token in tokens[len(hashes) :]:
@@ -77,6 +81,7 @@ class Rig:
         page_size: int = 4,
         static: bool = False,
         prefix_cache: bool = True,
+        speculator: Any = None,
     ) -> None:
         """capacity: tokens that the pool holds; a chapter without pages has max_running slots of that length."""
         self.chapter, self.core = chapter, part(chapter, "core")
@@ -88,6 +93,8 @@ class Rig:
         self.scheduler = part(chapter, "scheduler").Scheduler(
             self.kv, [EOS], max_running=max_running, max_batch_tokens=budget, static=static
         )
+        if speculator:
+            self.scheduler.speculator = speculator
         self.max_running, self.budget = max_running, budget
         self.now = 0
         self.jobs: dict[int, Job] = {}
@@ -133,7 +140,7 @@ class Rig:
         part_of = {item.req.rid: item for item in batch.items}
         self._check_batch(batch, before, part_of)
         self._compute(batch)
-        tokens = [[self._token(item.req)] if item.samples else [] for item in batch.items]
+        tokens = [self._tokens(item) for item in batch.items]
         outs = self.scheduler.process(batch, tokens, [[] for _ in tokens])
         for out in outs:
             self._take(out)
@@ -165,8 +172,19 @@ class Rig:
 
     # ---- the fake model
 
-    def _token(self, req: Any) -> int:
-        return token_after(self.hashes[req.rid][req.length - 1], self.jobs[req.rid].salt)
+    def _tokens(self, item: Any) -> list[int]:
+        """The token after those that are known, and the next ones as long as they have been guessed."""
+        if not item.samples:
+            return []
+        req, salt = item.req, self.jobs[item.req.rid].salt
+        hashes = extended(list(self.hashes[req.rid]), req.token_ids)
+        tokens = [token_after(hashes[req.length - 1], salt)]
+        for guess in draft_of(item):
+            if guess != tokens[-1]:
+                break
+            extended(hashes, req.token_ids + tokens)
+            tokens.append(token_after(hashes[-1], salt))
+        return tokens
 
     def _compute(self, batch: Any) -> None:
         """Store this step's hashes; then everything that each request's attention would read must be there."""
@@ -175,6 +193,8 @@ class Rig:
         for item, pages in zip(batch.items, table, strict=True):
             req, end = item.req, item.req.cached_len + item.extend_len
             hashes = extended(self.hashes[req.rid], req.token_ids)
+            if draft_of(item):
+                hashes = extended(list(hashes), req.token_ids + draft_of(item))
             written += hashes[req.cached_len : end]
             want += hashes[:end]
             read += [pages[at // size] * size + at % size for at in range(end)]
@@ -201,7 +221,12 @@ class Rig:
             if req.state is states.WAITING:
                 assert req.rid not in part_of and req.cached_len == 0 and not req.pages  # preempted
             elif state is states.DECODE:
-                assert part_of[req.rid].extend_len == 1 and part_of[req.rid].samples
+                item = part_of[req.rid]
+                assert item.extend_len == 1 + len(draft_of(item)) and item.samples
+                room = self.jobs[req.rid].max_tokens - req.output_len
+                assert item.extend_len <= room, "a guess after the last token is never needed"
+            else:
+                assert not draft_of(part_of[req.rid]), "nothing is guessed before the prompt is computed"
         self.phases.append(batch.phase)
 
     def check(self) -> None:

@@ -152,6 +152,7 @@ def small_pool(module, page_size: int, tokens: int) -> str:
     return str(-(-tokens // page_size) * page_size * token)
 
 
+@pytest.mark.fault(3)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_pages_of_every_size_and_a_pool_that_is_too_small(paged_chapter, page_size):
     """The longest request fits just so; whenever others run beside it somebody has to go."""
@@ -212,6 +213,7 @@ def test_samples_depend_on_the_seed_and_not_on_the_company(batching_chapter, see
     assert len(set(alone.values())) == len(alone)
 
 
+@pytest.mark.fault(14)
 def test_samples_do_not_depend_on_preemption(paged_chapter):
     more = {"page_size": 1, "kv_memory": small_pool(paged_chapter, 1, TINY_CONTEXT), "max_batch_tokens": 250}
     preemptions = 0

@@ -107,6 +107,7 @@ def test_an_unknown_field_is_refused(core: Any) -> None:
         core.SamplingParams(temprature=1.0)
 
 
+@pytest.mark.fault(12)
 def test_params_are_immutable_and_share_nothing_with_the_caller(core: Any) -> None:
     stop, ids = ["a"], [1]
     p = core.SamplingParams(stop=stop, stop_token_ids=ids, max_tokens=3)
@@ -173,6 +174,7 @@ def test_no_state_leaves_itself_for_itself_and_the_final_ones_are_final(core: An
     assert not core.TRANSITIONS[core.ReqState.ABORTED]
 
 
+@pytest.mark.fault(14)
 def test_preemption_keeps_tokens_what_was_sent_and_the_first_start(core: Any, req: Callable[..., Any]) -> None:
     r, state = req(), core.ReqState
     assert r.scheduled_at == 0.0
@@ -236,6 +238,7 @@ def test_what_fits_is_let_in_with_its_number_of_tokens(core: Any) -> None:
     assert limits.check((1, 2), params(stop_token_ids=[49]), 3) == 3
 
 
+@pytest.mark.fault(20)
 def test_a_request_that_is_too_long_is_told_both_numbers(core: Any) -> None:
     limits = core.Limits(max_model_len=10, vocab_size=50)
     with pytest.raises(ValueError, match=r"6 tokens.*max_tokens \(5\) = 11 exceeds max_model_len 10"):
@@ -281,7 +284,8 @@ def test_the_door_changes_nothing(core: Any) -> None:
 def test_an_output_is_json_with_the_keys_of_the_contract(core: Any) -> None:
     out = core.RequestOutput([1, 2], [3], "中", "stop", token_times=[0.5])
     assert list(out.to_dict()) == [
-        *("prompt_token_ids", "token_ids", "text", "finish_reason", "cached_tokens", "logprobs", "timings", "error")
+        *("prompt_token_ids", "token_ids", "text", "finish_reason", "cached_tokens", "draft_tokens", "accepted_tokens"),
+        *("logprobs", "timings", "error"),
     ]
     assert json.loads(json.dumps(out.to_dict())) == out.to_dict()
 

@@ -32,6 +32,7 @@ def generation(folder, **changes) -> None:
 # ---- how many tokens, and where they end
 
 
+@pytest.mark.fault(1)
 @pytest.mark.parametrize("wanted", [1, 2, 5, 10])
 def test_exactly_max_tokens(engine, params, wanted):
     llm = engine()
@@ -84,6 +85,7 @@ def test_max_model_len_beyond_the_model_is_refused(engine):
         engine(max_model_len=513)
 
 
+@pytest.mark.fault(2, 28)
 @pytest.mark.parametrize("where", ["generation list", "generation", "config", "config list", "both"])
 def test_every_eos_id_ends_a_request_and_nothing_follows(engine, params, tmp_path, where):
     """The EOS is a token that this model is known to produce; it is counted, and has no text."""
@@ -186,6 +188,7 @@ def test_a_stop_string_that_never_comes_changes_nothing(engine, params):
 # ---- params are per request
 
 
+@pytest.mark.fault(12)
 def test_one_params_object_serves_many_requests_unchanged(engine, params):
     shared = params(max_tokens=6, temperature=0.8, seed=3, stop=["zzz"], stop_token_ids=[999], logprobs=2)
     before = repr(shared)
@@ -221,6 +224,7 @@ def test_a_bad_value_is_refused_at_construction_by_name(engine_chapter, values):
 # ---- sampling through the engine
 
 
+@pytest.mark.fault(7)
 def test_temperature_zero_is_greedy_whatever_the_other_filters(engine, params):
     llm = engine()
     [want] = run(llm, [PROMPT], params())
@@ -281,6 +285,7 @@ EXTREME = [
 ]
 
 
+@pytest.mark.fault(19)
 @pytest.mark.parametrize("values", EXTREME, ids=str)
 def test_no_valid_value_can_break_the_engine(engine, params, values):
     llm = engine()

@@ -129,7 +129,7 @@ def test_a_request_lives_from_submit_to_its_finish(m: SimpleNamespace) -> None:
         last = await stream.next()
         assert first.text + last.text == "the cat is"
         assert (first.ids + last.ids, first.finish, last.finish) == (ids, None, m.Finish("length"))
-        assert (stream.output_tokens, stream.cached_tokens) == (len(ids), 1)
+        assert (stream.output_tokens, stream.count("cached_tokens")) == (len(ids), 1)
         consistent(frontend)
         assert frontend.streams == {}
         frontend.abort(stream)
@@ -208,6 +208,7 @@ operations = st.lists(
 )
 
 
+@pytest.mark.fault(23)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=operations, choice=st.randoms(use_true_random=False))
 def test_whatever_happens_the_books_agree(m: SimpleNamespace, operations: list[str], choice: Any) -> None:

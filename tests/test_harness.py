@@ -138,6 +138,7 @@ def test_a_run_of_single_tokens_has_no_time_per_token():
         single.metric("tpot_s")
 
 
+@pytest.mark.fault(29)
 def test_percentiles_interpolate_instead_of_truncating():
     assert percentile([1, 2, 3, 4], 50) == 2.5
     assert percentile(range(1, 11), 99) == pytest.approx(9.91)
@@ -148,6 +149,7 @@ def test_percentiles_interpolate_instead_of_truncating():
             percentile(*bad)
 
 
+@pytest.mark.fault(29)
 def test_a_summary_has_median_and_spread():
     assert summarise([4, 1, 3, 2, 10]) == {"median": 3, "min": 1, "max": 10, "iqr": 2, "n": 5}
 
@@ -327,6 +329,7 @@ def test_rounds_are_interleaved_in_a_balanced_order_after_the_warm_up(monkeypatc
     assert [r.total_s for r in runs["a"]] == [3, 6, 7, 10] and [r.total_s for r in runs["b"]] == [4, 5, 8, 9]
 
 
+@pytest.mark.fault(29)
 def test_a_result_file_tells_host_commit_date_and_command_and_no_path(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/somewhere/secret/bench.py", "--quick", "--json", "/somewhere/secret/out.json"])
     path = tmp_path / "results" / "ch04.json"

@@ -249,6 +249,7 @@ def forward_input(kv: KVCache, batch: Batch) -> ForwardInput:
     )
 
 
+@pytest.mark.fault(17)
 @pytest.mark.parametrize(
     "steps", [[(6, 5)], [(1, 5)] + [(1, 0)] * 5, [(4, 1), (1, 3), (1, 1)], [(2, 2), (3, 1), (1, 2)]]
 )
@@ -276,6 +277,7 @@ def test_any_cut_into_steps_gives_the_attention_of_one_step(steps):
         torch.testing.assert_close(torch.cat(rows), causal(q, k, v), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.fault(15, 17)
 def test_prepare_flattens_a_step_into_literal_tensors():
     from ch04_kvcache.model_runner import ModelRunner
 

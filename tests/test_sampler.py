@@ -280,6 +280,7 @@ def mixed_rows(row) -> list:
     return [row(seed=100 + i, position=3 * i, output=[i, i + 1], **kinds[i % len(kinds)]) for i in range(VOCAB - 1)]
 
 
+@pytest.mark.fault(7)
 def test_temperature_zero_is_exact_argmax_in_a_mixed_batch(sampler, row):
     """Two logits one ulp apart: only an argmax, no sampling at a tiny temperature, tells them apart."""
     rows = mixed_rows(row)

@@ -93,6 +93,7 @@ def test_who_runs_in_each_step_of_the_continuous_mode(batching_chapter):
 # ---- the token budget
 
 
+@pytest.mark.fault(15)
 def test_a_long_prompt_is_cut_by_the_budget(batching_chapter):
     rig = Rig(batching_chapter, budget=8)
     rig.submit(0, 20, 3)
@@ -101,6 +102,7 @@ def test_a_long_prompt_is_cut_by_the_budget(batching_chapter):
     rig.check_idle()
 
 
+@pytest.mark.fault(15)
 def test_no_token_is_sampled_from_a_chunk_that_is_not_the_last(batching_chapter):
     rig = Rig(batching_chapter, budget=8)
     rig.submit(0, 17, 2)
@@ -125,6 +127,7 @@ def test_what_one_prompt_leaves_of_the_budget_goes_to_the_next(batching_chapter)
     assert rig.run() == [{0: 3, 1: 4, 2: 1}, {0: 1, 1: 1, 2: 5}, {2: 1}]
 
 
+@pytest.mark.fault(21)
 def test_a_prefill_behind_another_one_still_advances(batching_chapter):
     """The first prompt has taken the step; the second, admitted in the step before, gets its one token."""
     rig = Rig(batching_chapter, budget=4)
@@ -142,6 +145,7 @@ def test_a_budget_of_one_runs_one_request_token_by_token(batching_chapter):
     rig.check_idle()
 
 
+@pytest.mark.fault(21)
 @pytest.mark.parametrize(("max_running", "budget"), [(3, 64), (64, 3), (3, 3), (1, 64), (64, 1)])
 def test_the_running_set_never_outgrows_max_running_and_the_budget(batching_chapter, max_running, budget):
     rig = Rig(batching_chapter, max_running=max_running, budget=budget, capacity=2048)
@@ -152,6 +156,7 @@ def test_the_running_set_never_outgrows_max_running_and_the_budget(batching_chap
     assert rig.scheduler.max_running == most
 
 
+@pytest.mark.fault(24)
 def test_a_decode_waits_for_no_prompt_however_many_arrive(batching_chapter):
     """Prompts in every step, more than the budget takes: the one that decodes has its token in each (no gap of 20)."""
     rig = Rig(batching_chapter, budget=4, max_running=4)
@@ -163,6 +168,7 @@ def test_a_decode_waits_for_no_prompt_however_many_arrive(batching_chapter):
     assert rig.ends[0] == "length" and len(rig.ends) < 5, "the prompts went on with three tokens a step"
 
 
+@pytest.mark.fault(2)
 def test_nothing_is_taken_of_a_run_of_tokens_after_its_end(batching_chapter):
     """A step may give several tokens at once; what follows EOS or the last token wanted is dropped."""
     for tokens, wanted, reason in (([5, EOS, 7], [5, EOS], "stop"), ([5, 6, 7], [5, 6], "length")):
@@ -228,6 +234,7 @@ def test_a_static_batch_is_filled_over_several_steps_where_the_budget_is_small(b
 # ---- aborts
 
 
+@pytest.mark.fault(6)
 def test_aborts_at_every_stage_of_a_life(batching_chapter):
     rig = Rig(batching_chapter, max_running=2, budget=4)
     for rid in range(4):

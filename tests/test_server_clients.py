@@ -58,6 +58,7 @@ def hundred(url: str, seed: int) -> None:
         list(pool.map(lambda job: hang_up(*job), jobs))
 
 
+@pytest.mark.fault(6)
 def test_a_hundred_clients_that_hang_up_leave_nothing_behind(served: Served) -> None:
     before = served.good(**CONTROL)["choices"]
     served.at_rest()
@@ -91,6 +92,7 @@ def near(puppet: Puppet) -> Iterator[InProcess]:
         yield server
 
 
+@pytest.mark.fault(23)
 def test_no_map_counter_or_task_remembers_a_client_that_hung_up(near: InProcess, puppet: Puppet) -> None:
     hundred(near.url, seed=2)
     near.forgotten()

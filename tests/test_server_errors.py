@@ -50,6 +50,7 @@ NUMBERS = {
 }  # fmt: skip
 
 
+@pytest.mark.fault(19)
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_bad_value_is_refused_with_its_name(served: Served, name: str, chat: bool) -> None:
@@ -142,6 +143,7 @@ def test_the_last_seed_of_several_choices_counts_too(served: Served) -> None:
     refused(served, served.post({"prompt": "x", "seed": 2**63 - 1, "n": 2}), 400, "seed", param="seed")
 
 
+@pytest.mark.fault(20)
 def test_what_cannot_fit_is_refused_with_both_lengths(served: Served) -> None:
     limit = str(MAX_MODEL_LEN)
     for prompt in ([5] * MAX_MODEL_LEN, [5] * 300_000, "the cat " * 20_000):

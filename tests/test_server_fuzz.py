@@ -155,6 +155,7 @@ def _fuzz(served: Served, chat: bool, body: Any) -> None:
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.fault(19)
 @FUZZ
 @given(request=requests())
 def test_no_request_is_our_fault(served: Served, request: tuple[bool, dict[str, Any]]) -> None:

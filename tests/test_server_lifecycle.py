@@ -62,6 +62,7 @@ def test_a_server_can_be_ended_while_it_loads(name: str) -> None:
         assert server.results == [None], "what it has to say when it is loaded reaches nobody, and that is no error"
 
 
+@pytest.mark.fault(27)
 @pytest.mark.parametrize("name", FRONTS)
 def test_two_servers_live_on_one_machine(name: str) -> None:
     puppets = [Puppet(name, lambda m, token=token: Script([token])) for token in (5, 400)]
@@ -96,6 +97,7 @@ def foreign_folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.fault(22)
 @pytest.mark.parametrize("name", FRONTS)
 @pytest.mark.parametrize(
     "fault", ["port in use", "bad flag", "bad value", "foreign tokenizer", "too long", "no model", "bad host"]
@@ -139,6 +141,7 @@ def test_no_two_sockets_can_be_bound_to_one_port() -> None:
 # ---- death of the engine --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(22)
 @pytest.mark.parametrize("name", [n for n in FRONTS if n < "ch09"])  # from ch09 on the engine is another process
 def test_when_the_engine_dies_everybody_is_told_and_the_server_ends(name: str) -> None:
     puppet = Puppet(name, lambda m: Script([5] * m.max_tokens), 0.01)
@@ -274,6 +277,7 @@ def test_a_second_signal_ends_at_once(front: str) -> None:
         assert "[DONE]" not in reader.join()
 
 
+@pytest.mark.fault(22)
 def test_kill_leaves_no_process(front: str) -> None:
     with Server(front, *tiny_flags(2048)) as server:
         reader = Reader(server.url, max_tokens=2000)

@@ -240,6 +240,7 @@ def test_answers_are_right_and_nothing_is_left_while_a_third_hangs_up(name):
     stand(name, 150)
 
 
+@pytest.mark.fault(3)
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_the_same_in_a_memory_that_is_too_small(name):
     """Slots or pages for a few of the 64: requests wait for them, and where they are pages are thrown out of them."""

@@ -72,6 +72,7 @@ def test_strings_get_a_bos_where_the_model_has_one(module: Any) -> None:
         assert bos not in tokenizer.encode("the cat", special_tokens=False)
 
 
+@pytest.mark.fault(9)
 @pytest.mark.parametrize("kind", FALLBACK)
 def test_a_template_that_writes_bos_gives_it_exactly_once(module: Any, kind: str) -> None:
     tokenizer = load(module, kind)
@@ -159,6 +160,7 @@ def test_fallback_text_waits_for_the_end_of_a_byte_run_only(module: Any) -> None
     assert deltas(module.Detokenizer(tokenizer), ids) == ["the", " ", "请", "", "", "", "中a", ""]
 
 
+@pytest.mark.fault(10)
 def test_a_character_cut_by_the_end_is_flushed(module: Any, tokenizer: Any) -> None:
     ids = tokenizer.encode("a😀", special_tokens=False)[:-1]
     detokenizer = module.Detokenizer(tokenizer)

@@ -73,6 +73,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.fault(8)
 @pytest.mark.parametrize(("arch", "overrides", "sizes"), MODELS)
 def test_the_logits_of_any_number_of_ranks_are_those_of_transformers(
     chapter: ModuleType, arch: str, overrides: dict[str, Any], sizes: tuple[int, ...]
@@ -109,6 +110,7 @@ def test_four_ranks_share_two_kv_heads_and_three_share_three(chapter: ModuleType
         llm.close()
 
 
+@pytest.mark.fault(7)
 def test_samples_and_logprobs_do_not_depend_on_the_number_of_ranks(
     chapter: ModuleType, open_llm: Callable[..., Any]
 ) -> None:
@@ -121,6 +123,7 @@ def test_samples_and_logprobs_do_not_depend_on_the_number_of_ranks(
             assert x["top"].keys() == y["top"].keys()
 
 
+@pytest.mark.fault(5, 14)
 def test_paging_prefixes_chunks_preemption_and_aborts_work_as_on_one_rank(
     chapter: ModuleType, open_llm: Callable[..., Any]
 ) -> None:
@@ -187,6 +190,7 @@ def test_each_rank_reads_its_share_and_nothing_else(chapter: ModuleType) -> None
     assert torch.equal(sum(s.read for s in sources), torch.full((6, 8), 2))
 
 
+@pytest.mark.fault(8)
 def test_the_bias_of_a_sum_is_added_once(chapter: ModuleType) -> None:
     part = modules(chapter)
     ops = part("ops").choose(torch.device("cpu"), torch.float32, native=False)
@@ -210,6 +214,7 @@ def test_a_tensor_of_another_shape_is_refused_by_every_rank(chapter: ModuleType)
             layer.load("out", "weight", torch.zeros(shape))
 
 
+@pytest.mark.fault(8)
 @pytest.mark.parametrize(
     ("overrides", "tp", "works"),
     [
@@ -250,10 +255,11 @@ def test_bytes_are_two_all_reduces_per_layer_and_one_for_the_embedding(
     assert two.engine.model_config.layers == layers
 
 
+@pytest.mark.fault(27)
 @pytest.mark.skipif(not shm.works(), reason="no compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_shared_memory_adds_in_the_order_of_the_ranks(size: int, dtype: torch.dtype) -> None:
+def test_shared_memory_adds_in_the_order_of_the_ranks_and_carries_rows(size: int, dtype: torch.dtype) -> None:
     """Sizes around those of a slot, many times over, so that slots are used again while others may still read them."""
     descriptor = shm.create(size)
     slot = 256 * 1024 // dtype.itemsize
@@ -261,15 +267,21 @@ def test_shared_memory_adds_in_the_order_of_the_ranks(size: int, dtype: torch.dt
     parts = [[torch.randn(n, generator=torch.Generator().manual_seed(100 * r + i)).to(dtype) for i, n in enumerate(counts)]
              for r in range(size)]  # fmt: skip
 
-    def rank(group: ThreadGroup) -> tuple[list[torch.Tensor], list[Any]]:
+    def rows(x: torch.Tensor, i: int) -> torch.Tensor:
+        """One row, or several that do not end where a slot ends."""
+        return x.view(-1, 5 if i % 2 and len(x) % 5 == 0 else len(x))
+
+    def rank(group: ThreadGroup) -> tuple[list[torch.Tensor], list[Any], list[torch.Tensor]]:
         memory = shm.SharedMemory(descriptor, group.rank, size, lambda: None)
-        sums, gathered = [], []
-        for x in parts[group.rank]:
-            y = x.clone()
+        sums, gathered, told = [], [], []
+        for i, x in enumerate(parts[group.rank]):
+            y, z = x.clone(), x.clone()
+            memory.broadcast(z)
             memory.all_reduce(y)
             sums.append(y)
-            gathered.append(memory.gather(x))
-        return sums, gathered
+            told.append(z)
+            gathered.append(memory.gather(rows(x, i)))
+        return sums, gathered, told
 
     results = Meeting(size).run(rank)
     os.close(descriptor)
@@ -277,10 +289,11 @@ def test_shared_memory_adds_in_the_order_of_the_ranks(size: int, dtype: torch.dt
         total = parts[0][i].float()
         for r in range(1, size):
             total = total + parts[r][i].float()
-        for sums, _ in results:
+        for sums, _, told in results:
             assert torch.equal(sums[i], total.to(dtype))
-        assert torch.equal(results[0][1][i], torch.stack([parts[r][i] for r in range(size)]))
-        assert all(gathered[i] is None for _, gathered in results[1:])
+            assert torch.equal(told[i], parts[0][i])
+        assert torch.equal(results[0][1][i], torch.cat([rows(parts[r][i], i) for r in range(size)], -1))
+        assert all(torch.equal(results[r][1][i], rows(parts[r][i], i)) for r in range(1, size))
 
 
 @pytest.mark.skipif(not shm.works(), reason="no compiler")
@@ -363,6 +376,7 @@ def test_ctrl_c_takes_effect_between_steps_and_the_ranks_stay_together(
         assert greedy(chapter, llm) == want
 
 
+@pytest.mark.fault(27)
 def test_two_groups_on_one_machine_do_not_meet(chapter: ModuleType, open_llm: Callable[..., Any]) -> None:
     first, second = open_llm(tp=2), open_llm(cached_tiny_model("qwen3"), tp=2)
     a, b = greedy(chapter, first, 4), greedy(chapter, second, 4)

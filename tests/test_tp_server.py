@@ -72,6 +72,7 @@ def listeners(pids: list[int]) -> set[str]:
     return found
 
 
+@pytest.mark.fault(22)
 @pytest.mark.parametrize(("rank", "phase"), EVERY_CASE)
 def test_a_killed_rank_fails_what_is_open_and_ends_the_server(two: Server, rank: int, phase: str) -> None:
     victims = ranks_of(two.pid)
@@ -106,6 +107,7 @@ def ends_with_an_error(client: httpx.Client) -> bool:
     return "[DONE]" not in text
 
 
+@pytest.mark.fault(22)
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("delay", [0.0, 1.0, 2.0])
@@ -155,6 +157,7 @@ def test_ranks_end_with_a_server_that_is_killed(two: Server) -> None:
     gone(everyone)
 
 
+@pytest.mark.fault(27)
 def test_two_servers_share_a_machine(chapter: str, two: Server) -> None:
     with Server(chapter, *tiny_flags(), "--tp", "2") as other:
         answers = []
