@@ -187,7 +187,7 @@ def _inter_token_latency(bench: Experiment) -> None:
 
 
 def _while_prompts_arrive(
-    chunked: Worker, whole: Worker, running: int, out: int, ids: Sequence[int], rounds: int
+    chunked: Worker, whole: Worker, running: int, out: int, ids: tuple[int, ...], rounds: int
 ) -> tuple[Workload, dict[str, list[dict[str, float]]]]:
     """The workload of running requests, and their gaps alone and while two prompts of ``ids`` arrive, per round."""
     base = Workload(

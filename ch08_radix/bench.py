@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -57,7 +58,7 @@ def _sharing(bench: Experiment, parent: str) -> None:
     for workload in workloads:
         # A fresh process per workload: what one leaves in the cache must not serve the next. The warm-up run would fill
         # it, so the cache is cold in the first measured round only; later rounds would measure repetition, not sharing.
-        cold = {"ch08": [], "ch07": []}
+        cold: dict[str, list[RunResult]] = {"ch08": [], "ch07": []}
         for _ in range(rounds):
             for name, package in (("ch08", str(__package__)), ("ch07", parent)):
                 with Worker(package, **bench.options) as worker:
@@ -237,7 +238,7 @@ def _tree(bench: Experiment, path: Path) -> None:
     config = ModelConfig.from_dict(resolve(bench.args.model).config)
     page = PAGE_SIZE * token_bytes(config.layers, config.kv_heads, config.head_dim, getattr(torch, bench.dtype))
     params = chapter.SamplingParams(max_tokens=24, ignore_eos=True)
-    moments = []
+    moments: list[tuple[str, Any]] = []
     with chapter.LLM(**bench.options, page_size=PAGE_SIZE, kv_memory=str(PAGES * page), max_batch_tokens=256) as llm:
         for question in QUESTIONS:
             llm.add(question, params)

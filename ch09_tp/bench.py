@@ -70,7 +70,7 @@ def workloads(quick: bool) -> dict[str, Workload]:
 
 def _scaling(bench: Experiment) -> None:
     rounds = 1 if bench.quick else 7
-    rows, gains = [], {}
+    rows, gains = [], dict[str, Any]()
     with (
         Worker(str(__package__), **options(bench, 1)) as one,
         Worker(str(__package__), env={"MINISGL_SHARED_MEMORY": "off"}, **options(bench, 2)) as gloo,

@@ -157,13 +157,13 @@ class Group:
         if self.size == 1:
             return
         store = self._meet(place)
-        self._host = _gloo(dist.PrefixStore("host", store), place)  # small messages, on the CPU
+        self._host: Any = _gloo(dist.PrefixStore("host", store), place)  # small messages, on the CPU
         self._data: Any = self._host
         if device.type == "cuda":
             torch.cuda.set_device(place.local_rank)
             # Ranks that wait for work wait on the CPU, so that a collective that takes long has lost somebody.
             patience = timedelta(seconds=LEAVE_S)
-            self._data = dist.ProcessGroupNCCL(dist.PrefixStore("data", store), self.rank, self.size, patience)
+            self._data = dist.ProcessGroupNCCL(dist.PrefixStore("data", store), self.rank, self.size, patience)  # type: ignore[arg-type]
         elif place.memory >= 0:
             self._shared = shm.SharedMemory(place.memory, self.rank, self.size, self.check)
 
@@ -198,7 +198,7 @@ class Group:
     def smallest(self, value: int) -> int:
         """The smallest of the ranks' values, on every rank."""
         if self.size > 1:
-            options = dist.AllreduceOptions()
+            options: Any = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MIN
             tensor = torch.tensor([value])
             self._do(self._host.allreduce, [tensor], options)
@@ -325,7 +325,7 @@ def _gloo(store: dist.Store, place: Place) -> dist.ProcessGroupGloo:
     with socket.socket(socket.AF_INET6 if ":" in place.address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((place.address, place.port))
         address = probe.getsockname()[0]
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=MEET_S)
     group = dist.ProcessGroupGloo(store, place.rank, place.size, options)

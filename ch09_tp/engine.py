@@ -16,7 +16,7 @@ from common.trace import Tracer
 from . import ops, weights
 from .attention import TritonBackend, choose_backend
 from .config import EngineConfig
-from .core import Batch, Limits, Req, ReqState
+from .core import Batch, Limits, Req, ReqState, SamplingParams, ScheduledReq
 from .distributed import Place, join
 from .graph import DecodeGraphs
 from .kvcache import KVCache, pages_for, token_bytes
@@ -73,7 +73,7 @@ class Engine:
             self.kv,
             self.checkpoint.eos_ids,
             max_running=config.max_running,
-            max_batch_tokens=config.max_batch_tokens or (96 if self.device.type == "cpu" else 2048),
+            max_batch_tokens=self._token_budget(),
             static=config.scheduler == "static",
             tracer=tracer,
         )
@@ -150,12 +150,38 @@ class Engine:
         config, size = model.config, self.config.page_size
         page_bytes = size * token_bytes(config.layers, model.kv_heads, config.head_dim, self.dtype)
         wanted = self.config.max_running * -(-self.limits.max_model_len // size)
+        if self.device.type == "cuda" and not self.config.kv_memory_bytes:
+            self._run_widest_step(model)
         budget = (self.config.kv_memory_bytes or 0) // self.group.size or _memory_budget(
             self.device, self.group.local_size
         )
         pages = self.group.smallest(pages_for(wanted, budget, page_bytes))
-        like = torch.empty(0, device=self.device, dtype=self.dtype)
+        return self._new_cache(model, pages)
+
+    def _new_cache(self, model: Decoder, pages: int) -> KVCache:
+        config, like = model.config, torch.empty(0, device=self.device, dtype=self.dtype)
+        size = self.config.page_size
         return KVCache(config.layers, pages, size, model.kv_heads, config.head_dim, like, self.config.prefix_cache)
+
+    def _run_widest_step(self, model: Decoder) -> None:
+        """Profile: run the largest step that there can be, over a cache of its own.
+
+        torch keeps the memory that it took, so that what the device calls free afterwards is free beside such a step.
+        """
+        budget, size = self._token_budget(), self.config.page_size
+        count = min(self.config.max_running, budget)
+        extend = min(budget // count, self.limits.max_model_len)
+        kv = self._new_cache(model, count * -(-extend // size))
+        reqs = [Req(i, [0] * extend, extend, SamplingParams(), 1) for i in range(count)]
+        for req in reqs:
+            kv.allocate(req, extend)
+        backend = choose_backend(kv, native=self.config.native == "auto", wanted=self.config.attention_backend)
+        runner = ModelRunner(model, kv, backend, self.device)
+        runner.forward(runner.prepare(Batch([ScheduledReq(req, extend) for req in reqs])))
+
+    def _token_budget(self) -> int:
+        """Tokens of one step at most."""
+        return self.config.max_batch_tokens or (96 if self.device.type == "cpu" else 2048)
 
     def _run(self, batch: Batch) -> tuple[list[list[int]], list[list[dict[str, Any]]]]:
         """One forward and its draws: per item of the batch its tokens and, if it wants them, their logprobs."""
@@ -202,7 +228,7 @@ def _memory_budget(device: torch.device, ranks: int) -> int:
     """Bytes that the keys and values of one rank may take where the user names no number: a part of what its GPU has
     left, or of what the machine has for its ranks."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.8)
+        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.4 / ranks)
 
 

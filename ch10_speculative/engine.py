@@ -19,7 +19,7 @@ from common.trace import Tracer
 from . import ops, weights
 from .attention import TritonBackend, choose_backend
 from .config import EngineConfig
-from .core import Batch, Limits, Req, ReqState
+from .core import Batch, Limits, Req, ReqState, SamplingParams, ScheduledReq
 from .distributed import ALONE, Group, Place, join
 from .draft import DraftProposer, check_draft
 from .graph import DecodeGraphs
@@ -77,7 +77,7 @@ class Engine:
         self.limits = replace(self.limits, kv_tokens=self.kv.num_pages * self.kv.page_size)
         self.runner = self._build_runner(model, self.kv, self.group, tracer)
         self.sampler = Sampler(config.seed, model.ops.argmax)
-        budget = config.max_batch_tokens or (96 if self.device.type == "cpu" else 2048)
+        budget = self._token_budget()
         proposer: Proposer | None = NgramProposer() if config.speculative == "ngram" else None
         if draft and self.draft_checkpoint:
             proposer = DraftProposer(
@@ -94,7 +94,7 @@ class Engine:
             max_batch_tokens=budget,
             static=config.scheduler == "static",
             tracer=tracer,
-            speculator=proposer and Speculator(proposer, config.num_draft_tokens, FREE_ROWS[self.device.type]),
+            speculator=Speculator(proposer, config.num_draft_tokens, FREE_ROWS[self.device.type]) if proposer else None,
         )
         self.counters = dict.fromkeys(STATS, 0)
         self._aborted: list[TokensOut] = []
@@ -176,13 +176,39 @@ class Engine:
             token_bytes(model.config.layers, model.kv_heads, model.config.head_dim, self.dtype) for model in models
         )
         wanted = self.config.max_running * -(-self.limits.max_model_len // size)
+        if self.device.type == "cuda" and not self.config.kv_memory_bytes:
+            for model in models:
+                self._run_widest_step(model)
         budget = (self.config.kv_memory_bytes or 0) // self.group.size or _memory_budget(
             self.device, self.group.local_size
         )
         pages = self.group.smallest(pages_for(wanted, budget, page_bytes))
-        like = torch.empty(0, device=self.device, dtype=self.dtype)
-        shapes = [(model.config.layers, pages, size, model.kv_heads, model.config.head_dim) for model in models]
-        return [KVCache(*shape, like, self.config.prefix_cache) for shape in shapes]
+        return [self._new_cache(model, pages) for model in models]
+
+    def _new_cache(self, model: Decoder, pages: int) -> KVCache:
+        config, like = model.config, torch.empty(0, device=self.device, dtype=self.dtype)
+        size = self.config.page_size
+        return KVCache(config.layers, pages, size, model.kv_heads, config.head_dim, like, self.config.prefix_cache)
+
+    def _run_widest_step(self, model: Decoder) -> None:
+        """Profile: run the largest step that there can be, over a cache of its own.
+
+        torch keeps the memory that it took, so that what the device calls free afterwards is free beside such a step.
+        """
+        budget, size = self._token_budget(), self.config.page_size
+        count = min(self.config.max_running, budget)
+        extend = min(budget // count, self.limits.max_model_len)
+        kv = self._new_cache(model, count * -(-extend // size))
+        reqs = [Req(i, [0] * extend, extend, SamplingParams(), 1) for i in range(count)]
+        for req in reqs:
+            kv.allocate(req, extend)
+        backend = choose_backend(kv, native=self.config.native == "auto", wanted=self.config.attention_backend)
+        runner = ModelRunner(model, kv, backend, self.device)
+        runner.forward(runner.prepare(Batch([ScheduledReq(req, extend) for req in reqs])))
+
+    def _token_budget(self) -> int:
+        """Tokens of one step at most."""
+        return self.config.max_batch_tokens or (96 if self.device.type == "cpu" else 2048)
 
     def _build_runner(self, model: Decoder, kv: KVCache, group: Group, tracer: Tracer | None = None) -> ModelRunner:
         backend = choose_backend(kv, native=self.config.native == "auto", wanted=self.config.attention_backend)
@@ -254,7 +280,7 @@ def _memory_budget(device: torch.device, ranks: int) -> int:
     """Bytes that the keys and values of one rank may take where the user names no number: a part of what its GPU has
     left, or of what the machine has for its ranks."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.8)
+        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.4 / ranks)
 
 

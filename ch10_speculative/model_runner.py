@@ -35,7 +35,8 @@ class ModelRunner:
         """Flatten the batch: the tokens of all requests one after another, without padding."""
         ids: list[int] = []
         positions: list[int] = []
-        bounds, seq_lens, logit_rows = [0], [], []
+        logit_rows: list[int] = []
+        bounds, seq_lens = [0], []
         for item in batch.items:
             start, end = item.req.cached_len, item.req.cached_len + item.extend_len
             ids += item.req.token_ids[start:end] + item.draft

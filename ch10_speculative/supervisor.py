@@ -78,13 +78,13 @@ def supervise(config: EngineConfig, channel: Channel, tracer: Tracer | None = No
     threading.Thread(target=_forward, args=(channel.to_engine, wire, stopping), daemon=True).start()
     try:
         last_words = _pass_on(wire, ranks, channel, stopping)
-        error = None if stopping.is_set() else _verdict(ranks, last_words)
+        ended = None if stopping.is_set() else _verdict(ranks, last_words)
     finally:
         ranks.close(GRACE_S if stopping.is_set() else 0.0)
         ours.close()
-    if error:
-        channel.from_engine.put([Fatal(str(error))])
-    return error
+    if ended:
+        channel.from_engine.put([Fatal(str(ended))])
+    return ended
 
 
 def _forward(outgoing: Mailbox, wire: Wire, stopping: threading.Event) -> None:

@@ -99,3 +99,29 @@ def definitions(tree: ast.Module) -> dict[str, tuple[Function | ast.ClassDef, st
                 if isinstance(item, Function):
                     add(f"{node.name}.{item.name}", item, item)
     return found
+
+
+def places(tree: ast.Module) -> dict[str, int]:
+    """Name -> first line of everything a text may name: definitions, module constants, fields and attributes of classes."""
+    found = {name: node.lineno for name, (node, _) in reversed(definitions(tree).items())}
+    for scope, body in [("", tree.body), *((f"{n.name}.", n.body) for n in tree.body if isinstance(n, ast.ClassDef))]:
+        for node in toplevel(body):
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                for name in _stored(node, ast.Name):
+                    found.setdefault(scope + name, node.lineno)
+    for owner in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for part in ast.walk(owner):
+            if isinstance(part, ast.Assign | ast.AnnAssign):
+                for name in _stored(part, ast.Attribute):
+                    found.setdefault(f"{owner.name}.{name}", part.lineno)
+    return found
+
+
+def _stored(node: ast.Assign | ast.AnnAssign, kind: type[ast.Name] | type[ast.Attribute]) -> Iterator[str]:
+    """The names, or the attributes of self, that an assignment sets."""
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        for part in ast.walk(target):
+            if isinstance(part, ast.Name) and kind is ast.Name:
+                yield part.id
+            elif isinstance(part, ast.Attribute) and kind is ast.Attribute and ast.unparse(part.value) == "self":
+                yield part.attr

@@ -1,11 +1,12 @@
 """The chapter tool: `python -m common.chapters COMMAND`. See what a chapter changes, and keep the copies honest.
 
-list                      chapter, parent, mechanism, lines of Python
+list [--markdown]         chapter, parent, mechanism, lines of Python: in all, added, removed, and the budget
 check                     all rules; one line per violation, exit status 1 if there is one
 diff 06 [--stat]          parent → chapter in reading order, or its size per file against the budget
 lineage [--markdown]      file × chapter matrix with version letters
 objects 06 [--markdown]   classes, methods and functions added or changed, with their official counterparts
 forward PATH...           carry an edit of an early chapter to the later ones
+html [--out DIR]          side-by-side pages of all chapters for a browser, readable offline
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.chapter_check import check
-from common.chapter_diff import lineage, stat, unified
+from common.chapter_diff import lesson, lineage, stat, unified
 from common.chapter_forward import forward
+from common.chapter_html import write_pages
 from common.chapter_objects import objects
 from common.chapter_tree import Chapter, ChapterError, find, is_free, lines, load_all
 
@@ -39,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m common.chapters", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("list")
+    commands.add_parser("list").add_argument("--markdown", action="store_true")
     commands.add_parser("check")
     diff = commands.add_parser("diff")
     diff.add_argument("chapter", help="06, ch06 or the folder's name")
@@ -55,6 +57,8 @@ def parser() -> argparse.ArgumentParser:
         "--base", type=Path, metavar="FILE", help="version before the edit (default: that of git's HEAD)"
     )
     carry.add_argument("--dry-run", action="store_true", help="say what would happen, write nothing")
+    pages = commands.add_parser("html")
+    pages.add_argument("--out", type=Path, metavar="DIR", help="folder for the pages (default: build/html)")
     return top
 
 
@@ -70,13 +74,16 @@ def table(header: Sequence[str], rows: list[list[str]], markdown: bool = False) 
     ]
 
 
-def _list(chapters: list[Chapter]) -> list[str]:
+def _list(chapters: list[Chapter], markdown: bool) -> list[str]:
     rows = []
     for chapter in chapters:
         sources = [file for file in chapter.files if file.endswith(".py") and not is_free(file)]
         count = sum(len(lines(chapter.text(file))) for file in sources)
-        rows.append([chapter.name, chapter.parent or "-", chapter.mechanism, str(count)])
-    return table(["chapter", "parent", "mechanism", "lines"], rows)
+        counted = [change for change in lesson(chapters, chapter) if change.counted]
+        sizes = [count, *(sum(getattr(change, key) for change in counted) for key in ("added", "removed"))]
+        words = [chapter.name, chapter.parent or "-", chapter.mechanism]
+        rows.append([*words, *map(str, sizes), str(chapter.budget or "-")])
+    return table(["chapter", "parent", "mechanism", "lines", "added", "removed", "budget"], rows, markdown)
 
 
 def _check(root: Path) -> int:
@@ -108,6 +115,15 @@ def _forward(root: Path, chapters: list[Chapter], args: argparse.Namespace) -> i
     return 1 if result.conflicts else 0
 
 
+def _html(root: Path, chapters: list[Chapter], out: Path) -> int:
+    try:
+        pages = write_pages(root, chapters, out)
+    except OSError as error:
+        raise ChapterError(f"cannot write {out}: {error.strerror or error}") from None
+    print(f"wrote {len(pages)} pages; open {pages[0]}")
+    return 0
+
+
 def run(root: Path, args: argparse.Namespace) -> int:
     """Do one command; returns the exit status. Raises ChapterError."""
     if args.command == "check":
@@ -115,8 +131,10 @@ def run(root: Path, args: argparse.Namespace) -> int:
     chapters = load_all(root)
     if args.command == "forward":
         return _forward(root, chapters, args)
+    if args.command == "html":
+        return _html(root, chapters, args.out or root / "build" / "html")
     if args.command == "list":
-        text = _list(chapters)
+        text = _list(chapters, args.markdown)
     elif args.command == "lineage":
         text = table(*lineage(chapters), markdown=args.markdown)
     elif args.command == "objects":

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints

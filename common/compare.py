@@ -15,7 +15,7 @@ from typing import Any
 
 from common import api, cli
 from common.checkpoints import resolve
-from common.compare_plan import Entry, chapters, entries, sessions, variant, warmup, workloads
+from common.compare_plan import Entry, chapters, entries, plain_name, sessions, variant, warmup, workloads
 from common.harness import ROOT, commit_record, save_result
 from common.host import native_bfloat16
 from common.workloads import BUILDERS
@@ -117,7 +117,7 @@ def _compare(args: argparse.Namespace) -> int:
         print(note, file=sys.stderr)
     path = Path(args.json or OUT / ("quick.json" if args.quick else "compare.json"))
     commit = commit_record()
-    plan = fingerprint(rows, works, rounds, args.quick, commit and commit["hash"])
+    plan = fingerprint(rows, works, rounds, args.quick, commit["hash"] if commit else None)
     state = State.open(path.with_name(path.name + ".partial"), plan, args.restart)
     try:
         measure(state, sessions(rows, works, rounds, args.quick), settings, checkpoint.config)
@@ -130,7 +130,7 @@ def _compare(args: argparse.Namespace) -> int:
     save_result(path, data, threads=args.threads)
     print(f"result: {path}")
     if args.figures:
-        floor = data["workloads"].get("latency", {}).get("floors", {}).get("tpot_s")
+        floor = next(iter(data["workloads"].values()))["floors"]["tpot_s"]  # the same for all: weights over bandwidth
         target = Path(args.figures) / ("quick.png" if args.quick else "compare.png")
         compare_report.figure(target, data["summary"], rows, state.logits, floor)
         print(f"figure: {target}")
@@ -158,9 +158,9 @@ def _rows(args: argparse.Namespace, settings: Any, folder: Path) -> tuple[list[E
     if len(args.peer_name) > len(urls) or len(args.peer_command) > len(urls):
         raise ValueError("--peer-name and --peer-command belong to a --peer-url each")
     for i, url in enumerate(urls):
-        name = args.peer_name[i].replace("/", "-") if i < len(args.peer_name) else f"peer {i + 1}"
+        name = plain_name(args.peer_name[i] if i < len(args.peer_name) else f"peer{i + 1}")
         command = tuple(shlex.split(args.peer_command[i])) if i < len(args.peer_command) else ()
-        rows.append(Entry(f"{name} HTTP", name, "url", note="over HTTP", url=api.base_url(url), command=command))
+        rows.append(Entry(f"{name}-http", name, "url", note="over HTTP", url=api.base_url(url), command=command))
     names = [row.name for row in rows]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two rows are called {min(twice)}")

@@ -80,12 +80,17 @@ class _Reference:
     """transformers' float32 logits, computed in a process of its own when the first engine is compared with them."""
 
     def __init__(self, settings: Settings, bar: Any) -> None:
-        self.settings, self.bar, self._found = settings, bar, None
+        self.settings, self.bar = settings, bar
+        self._found: Any = None  # see common.logits
 
     def error(self, worker: Worker) -> dict[str, float]:
         if self._found is None:
             self.bar.set_postfix_str("transformers' logits")
-            options = {"model": self.settings.model, "dtype": "float32", "threads": self.settings.threads}
+            options: dict[str, Any] = {
+                "model": self.settings.model,
+                "dtype": "float32",
+                "threads": self.settings.threads,
+            }
             with Worker("hf", **options) as peer:
                 self._found = logits.read(peer, self.settings.sequences)
         return logits.error(logits.read(worker, self.settings.sequences), self._found)

@@ -6,6 +6,7 @@ Chapters are found by their chapter.toml and judged by their files, so that a fo
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ QUICK: dict[str, tuple[float, float]] = {  # (scale, length scale)
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the comparison.
+    """One row of the comparison. Its name has neither blanks nor dots: documents address results by it.
 
     `kind`: "engine" (`package` is a chapter or a peer of common.engines, in a worker process), "server" (a chapter's
     server, loaded over HTTP), or "url" (a server of somebody else's). `only` are the workloads it takes part in, all
@@ -105,9 +106,9 @@ def entries(found: Sequence[Chapter], options: dict[str, Any], http: bool = Fals
         rows.append(Entry(short, chapter.name, options=options))
         if can_speculate(chapter.name):
             more = options | {"speculative": "ngram"}
-            rows.append(Entry(f"{short} ngram", chapter.name, options=more, only=SPECULATED, note="n-gram speculation"))
+            rows.append(Entry(f"{short}-ngram", chapter.name, options=more, only=SPECULATED, note="n-gram speculation"))
         if http and (chapter.folder / "serve.py").is_file():
-            rows.append(Entry(f"{short} HTTP", chapter.name, "server", options, note="its server, over HTTP"))
+            rows.append(Entry(f"{short}-http", chapter.name, "server", options, note="its server, over HTTP"))
     return rows
 
 
@@ -129,8 +130,13 @@ def variant(text: str, found: Sequence[Chapter], options: dict[str, Any]) -> Ent
         raise ValueError(f"a variant is CHAPTER:KEY=VALUE,… and not {text!r}")
     chapter = find(list(found), name)
     more = {key.replace("-", "_"): _value(value) for key, _, value in pairs}
-    label = " ".join(value if key == "speculative" else f"{key}={value}" for key, _, value in pairs)
-    return Entry(f"{chapter.name[:4]} {label}", chapter.name, options=options | more)
+    label = "-".join(value if key == "speculative" else f"{key}={value}" for key, _, value in pairs)
+    return Entry(plain_name(f"{chapter.name[:4]}-{label}"), chapter.name, options=options | more)
+
+
+def plain_name(text: str) -> str:
+    """The text as a row may be called."""
+    return re.sub(r"[^\w=-]+", "-", text)
 
 
 def _value(text: str) -> Any:

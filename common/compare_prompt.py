@@ -38,7 +38,7 @@ def _follow(package: str, prompt: str, max_tokens: int, options: dict[str, Any])
     done = subprocess.run(
         [sys.executable, "-m", "common.worker"], input=json.dumps(command), capture_output=True, text=True, cwd=ROOT
     )
-    answer = json.loads(done.stdout) if done.stdout else {"ok": False, "error": f"it died ({done.returncode})"}
+    answer: dict[str, Any] = json.loads(done.stdout) if done.stdout else {"ok": False, "error": f"it died ({done.returncode})"}
     if not answer["ok"]:
         raise ValueError(f"{package}: {answer['error']}")
     return answer["seen"]
@@ -88,9 +88,9 @@ def trace(names: Sequence[str], seen: Sequence[dict[str, Any]]) -> Table:
 
 def align(left: Sequence[Event], right: Sequence[Event]) -> list[tuple[Event | None, Event | None]]:
     """Events of both by step, component and action, in order; None where one has no such event there."""
-    keys = [[(e.step, e.component, e.action) for e in events] for events in (left, right)]
+    ours, theirs = ([(e.step, e.component, e.action) for e in events] for events in (left, right))
     out: list[tuple[Event | None, Event | None]] = []
-    for kind, a, b, c, d in difflib.SequenceMatcher(None, *keys, autojunk=False).get_opcodes():
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
         if kind == "equal":
             out += zip(left[a:b], right[c:d], strict=True)
         else:

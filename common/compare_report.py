@@ -101,33 +101,31 @@ def summary(state: State, rows: Sequence[Entry], works: Sequence[Workload]) -> S
     return out
 
 
-def reference(rows: Sequence[Entry], other: Entry) -> Entry | None:
-    """The row that another one is set against: the last chapter as it is, over HTTP for a server of somebody else's."""
-    plain = [row for row in rows if row.is_chapter and row.kind == "engine" and " " not in row.name]
-    if not plain:
-        return None
-    last = plain[-1]
-    over_http = next((row for row in rows if row.kind == "server" and row.package == last.package), None)
-    chosen = over_http if other.kind == "url" and over_http else last
-    return None if chosen.name == other.name else chosen
+def references(rows: Sequence[Entry], other: Entry) -> list[Entry]:
+    """The rows that another one is set against: the last chapter as it is, and for a server of somebody else's its
+    server too."""
+    plain = [row for row in rows if row.is_chapter and row.kind == "engine" and "-" not in row.name]
+    if not plain or other is plain[-1]:
+        return []
+    servers = [row for row in rows if row.kind == "server" and row.package == plain[-1].package]
+    return [plain[-1], *servers] if other.kind == "url" else [plain[-1]]
 
 
 def ratios(state: State, rows: Sequence[Entry], works: Sequence[Workload]) -> dict[str, Any]:
-    """{workload: {other: {"of": last chapter, metric: summary of last / other, taken round by round}}}."""
+    """{workload: {"A_vs_B": {"of": A, "to": B, metric: summary of A / B taken round by round}}}, A the last chapter."""
     out: dict[str, Any] = {}
     for work in works:
         for other in rows:
-            ours = reference(rows, other)
-            if ours is None:
-                continue
-            a, b = state.series(work.name, ours.name), state.series(work.name, other.name)
-            found: dict[str, Any] = {}
-            for key in RATIOS:
-                pairs = [(a[i].get(key), b[i].get(key)) for i in a.keys() & b.keys()]
-                if pairs and all(x and y for x, y in pairs):
-                    found[key] = summarise(x / y for x, y in pairs)
-            if found:
-                out.setdefault(work.name, {})[other.name] = {"of": ours.name, **found}
+            for ours in references(rows, other):
+                a, b = state.series(work.name, ours.name), state.series(work.name, other.name)
+                found: dict[str, Any] = {}
+                for key in RATIOS:
+                    pairs: list[tuple[Any, Any]] = [(a[i].get(key), b[i].get(key)) for i in a.keys() & b.keys()]
+                    if pairs and all(x and y for x, y in pairs):
+                        found[key] = summarise(x / y for x, y in pairs)
+                if found:
+                    names = {"of": ours.name, "to": other.name}
+                    out.setdefault(work.name, {})[f"{ours.name}_vs_{other.name}"] = names | found
     return out
 
 
@@ -188,13 +186,13 @@ def against(found: dict[str, Any], rows: Sequence[Entry]) -> dict[str, Any] | No
     chapters = {row.name for row in rows if row.is_chapter and row.kind == "engine"}
     lines = []
     for work, others in found.items():
-        for other, values in others.items():
-            if other not in chapters:
+        for values in others.values():
+            if values["to"] not in chapters:
                 cells = [
                     f"{v['median']:.2f} ({v['min']:.2f}–{v['max']:.2f})" if (v := values.get(key)) else "–"
                     for key in RATIOS
                 ]
-                lines.append([work, f"{values['of']} / {other}", *cells])
+                lines.append([work, f"{values['of']} / {values['to']}", *cells])
     if not lines:
         return None
     titles = [METRICS[key].title.split()[0] if key.endswith("pot_s") else METRICS[key].title for key in RATIOS]
@@ -233,7 +231,9 @@ def result(
     if peers := against(kept, rows):
         tables["against"] = peers
     tables["overview"] = overview(found, rows, state.logits)
-    split = [(key.split("/", 1)[0], *key.split("/", 1)[1].rsplit("/", 1), run) for key, run in state.runs.items()]
+    split: list[tuple[Any, ...]] = [
+        (key.split("/", 1)[0], *key.split("/", 1)[1].rsplit("/", 1), run) for key, run in state.runs.items()
+    ]
     return {
         "machine": state.machine,
         "engines": {row.name: row.record() | {"versions": state.versions.get(row.name, {})} for row in rows},

@@ -16,6 +16,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,8 +169,7 @@ def compiler() -> Finding:
     try:
         program = native.compiler()[0]
     except native.NativeError as error:
-        advice = "install g++ or clang++, or set CXX; until then plain torch is used, which is slower"
-        return Finding("C++ operators", WARN, f"{error}: {advice}")
+        return Finding("C++ operators", WARN, f"{error}; until then plain torch is used, which is slower")
     return Finding("C++ operators", OK, f"will be compiled once by {Path(program).name}, in less than a minute")
 
 
@@ -183,7 +183,9 @@ def cache() -> Finding:
     where = f"~/{folder.relative_to(Path.home())}" if folder.is_relative_to(Path.home()) else str(folder)
     parent = next(p for p in [folder, *folder.parents] if p.exists())
     free = shutil.disk_usage(parent).free / 2**30
-    if not os.access(parent, os.W_OK):
+    try:
+        tempfile.TemporaryFile(dir=parent).close()  # what the permissions say is not the whole truth
+    except OSError:
         return Finding("model cache", BAD, f"{where} cannot be written; set MINISGL_CACHE to a folder of yours")
     return Finding("model cache", WARN if free < 1 else OK, f"{where}, {free:.0f} GiB free")
 

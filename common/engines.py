@@ -3,6 +3,7 @@
 Token times come from where each engine hands a token out, so TTFT and gaps are measured and never a share of a total.
 """
 
+import functools
 import importlib
 import time
 from collections import deque
@@ -43,15 +44,21 @@ class Engine(Protocol):
 
 
 class ChapterEngine:
-    """A chapter's LLM. Raises RuntimeError when a request fails or does not get exactly the tokens it asked for."""
+    """A chapter's LLM. Raises RuntimeError when a request fails or does not get exactly the tokens it asked for.
+
+    Of the options ``sampling`` holds SamplingParams fields for all requests; the others are the LLM's.
+    """
 
     method = "token times from the engine, greedy, EOS ignored"
 
     def __init__(self, name: str, options: dict[str, Any]):
         module = importlib.import_module(name)
         self.name, self.model = name, options.get("model", DEFAULT_MODEL)
-        self.params = module.SamplingParams
-        self.llm = module.LLM(**options)
+        sampling = options.get("sampling") or {}
+        self.params = functools.partial(module.SamplingParams, **sampling)
+        if sampling:
+            self.method = f"token times from the engine, sampled with {sampling}, EOS ignored"
+        self.llm = module.LLM(**{key: value for key, value in options.items() if key != "sampling"})
         # An output carries no id: it is known again by its prompt and its length. Requests equal in both differ only in
         # their place in time, so the oldest is taken.
         self._open: dict[tuple[int, ...], list[tuple[int, int]]] = {}

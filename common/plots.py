@@ -3,6 +3,7 @@
 A figure is a function of its data: the PNG holds no date and no version, so equal data gives an equal file.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ COLOURS = {
     "hf": "#59626f",
     "vllm": "#8a7a5c",
     "openvino": "#6d8a7a",
-    "llama.cpp": "#8a6d80",
+    "llama": "#8a6d80",
 }
 SPARE = ("#3f78b5", "#d98b2b", "#5b9a4f", "#b0558f", "#7560a8", "#2f8f8b")
 # Inches and dots: 1280 pixels wide, shown at about 830 in a README, so that 11 points stay legible there.
@@ -70,7 +71,7 @@ class Panel:
 
 def colour(name: str, place: int = 0) -> str:
     """Colour of a series: a chapter's own, by the first part of the name, else the one of its place in the figure."""
-    return COLOURS.get(name.split("_")[0].split(" ")[0], SPARE[place % len(SPARE)])
+    return COLOURS.get(re.split("[_ -]", name)[0], SPARE[place % len(SPARE)])
 
 
 def line_figure(

@@ -48,7 +48,7 @@ class Edge:
 
 def snapshot(llm: Any) -> Edge | None:
     """The tree of a chapter's LLM now; None where it has no prefix cache, or has it switched off."""
-    kv = getattr(llm.engine, "kv", None)
+    kv: Any = getattr(llm.engine, "kv", None)
     return _copy(kv.tree.root, llm.tokenizer.decode) if getattr(kv, "prefix_cache", False) else None
 
 

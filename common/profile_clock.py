@@ -117,7 +117,8 @@ def attached(llm: Any, package: str, clock: Clock) -> Iterator[None]:
     Parts that a chapter does not have, or does not call one by one, get no time.
     """
     engine = llm.engine
-    runner, undo = engine.runner, []
+    runner = engine.runner
+    undo: list[Any] = []
 
     def put(owner: Any, name: str, made: Callable[..., Any]) -> None:
         own = vars(owner).get(name, undo)  # the list itself: a value that no attribute has

@@ -5,8 +5,8 @@ the root and its folders and in docs/*.md. NAME is one of
 
     table:RESULT:TABLE        tables.TABLE of docs/results/RESULT.json: {columns, rows} of finished cells, each with
                               an optional twin columns_zh, rows_zh for Chinese documents (NAME.zh.md)
-    value:RESULT:KEY:FORMAT   one number: KEY a dotted path, places in lists as numbers; FORMAT as in Python, .2f;
-                              begin and end stand in one line of text
+    value:RESULT:KEY:FORMAT   one number: KEY a dotted path, places in lists as numbers, spaces as _; FORMAT as in Python,
+                              .2f; begin and end stand in one line of text
     lineage, sizes            what `python -m common.chapters` says about the chapters
 
 Marks in backticks or between fences are left alone. `--check` exits with 1 and names the stale blocks; a block that
@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = re.compile(r"(?<!`)<!-- (begin|end)(?::(\S+))? -->")
-COMMANDS = {"lineage": ("lineage", "--markdown"), "sizes": ("list",)}
+COMMANDS = {"lineage": ("lineage", "--markdown"), "sizes": ("list", "--markdown")}
 
 
 class ReportError(ValueError):
@@ -108,8 +108,7 @@ class Report:
             if done.returncode:
                 reason = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
                 raise ReportError(f"python {' '.join(command[1:])} failed: {reason}")
-            text = "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines())
-            self._outputs[what] = text if text.startswith("|") else f"```text\n{text}\n```"
+            self._outputs[what] = done.stdout.strip("\n")
         return self._outputs[what]
 
 
@@ -120,7 +119,8 @@ def _cell(value: Any) -> str:
 def _at(data: Any, key: str, result: str) -> Any:
     for part in key.split("."):
         try:
-            data = data[int(part)] if isinstance(data, list) else data[part]
+            key_of = part if isinstance(data, list) or part in data else part.replace("_", " ")
+            data = data[int(part)] if isinstance(data, list) else data[key_of]
         except (KeyError, IndexError, TypeError, ValueError):
             raise ReportError(f"docs/results/{result}.json has no {key!r}") from None
     return data

@@ -13,8 +13,10 @@ from common.chapter_tree import ChapterError
 from common.compare_measure import Settings, http_totals, measure
 from common.compare_plan import Entry, chapters, entries, sessions, variant, warmup, workloads
 from common.compare_state import State, fingerprint
+from common.engines import ChapterEngine
 from common.load_result import LoadRequest, LoadResult
 from common.trace import Event
+from common.worker import drive
 from common.workloads import Request, Workload, get
 
 TOML = 'parent = ""\ntitle = "t"\ntitle_zh = "t"\nmechanism = "m"\n'
@@ -99,7 +101,7 @@ def test_a_chapter_takes_part_as_soon_as_its_folder_exists(tree):
     assert [c.name for c in found] == ["ch93_b", "ch94_c", "ch95_d"]
     assert notes == ["ch92_a is left out: it has no model, so there is nothing to measure"]
     rows = entries(found, {"threads": 1}, http=True)
-    assert [row.name for row in rows] == ["ch93", "ch94", "ch95", "ch95 ngram", "ch95 HTTP"]
+    assert [row.name for row in rows] == ["ch93", "ch94", "ch95", "ch95-ngram", "ch95-http"]
     assert rows[0].only == ("latency",) and "whole history" in rows[0].note
     assert rows[3].options == {"threads": 1, "speculative": "ngram"} and rows[3].only == ("edit",)
     assert rows[4].kind == "server" and not rows[4].takes(get("multi_turn"))
@@ -117,7 +119,7 @@ def test_a_folder_that_is_not_finished_is_left_out_with_a_line(tree):
 def test_a_variant_is_a_chapter_with_options(tree):
     found, _ = chapters(tree)
     row = variant("ch95:speculative=ngram,num-draft-tokens=4,prefix_cache=false", found, {"threads": 1})
-    assert row.name == "ch95 ngram num-draft-tokens=4 prefix_cache=false"
+    assert row.name == "ch95-ngram-num-draft-tokens=4-prefix_cache=false"
     wanted = {"threads": 1, "speculative": "ngram", "num_draft_tokens": 4, "prefix_cache": False}
     assert row.options == wanted
     for bad in ("ch95", "ch95:", "ch95:tp"):
@@ -203,19 +205,20 @@ def test_medians_shares_and_ratios_are_taken_as_said():
     assert ours["hit_rate"]["median"] == 0.2 and ours["acceptance"]["median"] == 0.75
     assert "itl_p99_s" not in ours and "hit_rate" not in found["w"]["hf"]
     assert found["w"]["hf"]["total_s"] == {"median": 2.0, "min": 2.0, "max": 4.0, "iqr": 1.0, "n": 3}
-    kept = compare_report.ratios(state, rows, [work])
-    assert kept["w"]["hf"]["of"] == "ch95" and kept["w"]["hf"]["total_s"]["median"] == 0.5
-    assert kept["w"]["hf"]["total_s"]["min"] == 0.25 and kept["w"]["hf"]["tpot_s"]["median"] == 0.5
+    kept = compare_report.ratios(state, rows, [work])["w"]
+    assert list(kept) == ["ch95_vs_hf"]  # nothing is known of ch94
+    assert kept["ch95_vs_hf"]["total_s"]["median"] == 0.5 and kept["ch95_vs_hf"]["total_s"]["min"] == 0.25
+    assert kept["ch95_vs_hf"]["tpot_s"]["median"] == 0.5
 
 
 def test_a_server_is_set_against_our_server_and_our_server_against_the_engine():
     rows = [
-        Entry("ch95", "ch95_d"), Entry("ch95 HTTP", "ch95_d", "server"), Entry("ch95 ngram", "ch95_d"),
-        Entry("vllm HTTP", "vllm", "url"), Entry("vllm", "vllm"),
+        Entry("ch95", "ch95_d"), Entry("ch95-http", "ch95_d", "server"), Entry("ch95-ngram", "ch95_d"),
+        Entry("vllm-http", "vllm", "url"), Entry("vllm", "vllm"),
     ]  # fmt: skip
-    of = {row.name: (found.name if (found := compare_report.reference(rows, row)) else None) for row in rows}
+    of = {row.name: [found.name for found in compare_report.references(rows, row)] for row in rows}
     assert of == {
-        "ch95": None, "ch95 HTTP": "ch95", "ch95 ngram": "ch95", "vllm HTTP": "ch95 HTTP", "vllm": "ch95"
+        "ch95": [], "ch95-http": ["ch95"], "ch95-ngram": ["ch95"], "vllm-http": ["ch95", "ch95-http"], "vllm": ["ch95"]
     }  # fmt: skip
 
 
@@ -248,7 +251,7 @@ def test_the_command_writes_one_result_and_one_figure(tree, tmp_path, monkeypatc
         "ch95",
     }
     assert len(data["runs"]) == 10 and data["runs"][0]["counters"]["forwarded_tokens"] > 0
-    assert data["workloads"]["latency"]["floors"]["tpot_s"] > 0 and "gone HTTP" in data["failed"]
+    assert data["workloads"]["latency"]["floors"]["tpot_s"] > 0 and "gone-http" in data["failed"]
     assert data["tables"]["overview"]["rows"][0][0] == "ch93" and data["tables"]["latency"]["rows"][-1][0] == "floor"
     assert "secret" not in (out / "c.json").read_text() and (out / "compare.png").stat().st_size > 1000
     assert (out / "c.json.partial").exists()  # the peer may come back
@@ -300,3 +303,14 @@ def test_two_real_chapters_on_one_prompt(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "≠" not in out and out.count(" = ") >= 3
     assert "forwarded_tokens" in out and "KVCache allocate" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"), [("ch03_generation", None, None), ("ch04_kvcache", 0.0, 0.2), ("ch08_radix", 0.6, 1.0)]
+)
+def test_kv_utilisation_is_the_filled_share_of_what_running_requests_hold(name, low, high):
+    """A slot of the full length holds mostly nothing; the last page of a request is half empty on average."""
+    engine = ChapterEngine(name, {"model": "dummy:llama-tiny", "dtype": "float32", "threads": 1, "max_model_len": 512})
+    found = drive(engine, get("latency", 512, length_scale=0.3), peaks=True).kv_utilisation
+    engine.close()
+    assert found is None if low is None else low < found <= high

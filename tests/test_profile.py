@@ -134,7 +134,7 @@ def test_the_command_writes_table_and_figure(quick, monkeypatch, tmp_path, capsy
     assert data["steps"]["decode"]["rows"] == 1.0 and data["clock_costs"]["n"] == 1
     names = [row[0] for row in data["tables"]["decode"]["rows"]]
     assert names[:2] == ["linears", "attention"] and names[-1] == "whole step"
-    assert [row[0] for row in data["tables"]["decode"]["rows_zh"]][0] == "线性层"
+    assert data["tables"]["decode"]["rows_zh"][0][0] == "线性层"
     assert "the clock: a run with it takes" in capsys.readouterr().out
 
 

@@ -12,6 +12,7 @@ from common import plots, report
 
 RESULT = {
     "ratio": 0.4147,
+    "modes": {"static batches": {"tok_s": 3.5}},
     "runs": [{"name": "a|b"}, {"name": "c"}],
     "tables": {
         "speed": {"columns": ["chapter", "ms"], "columns_zh": ["章节", "毫秒"], "rows": [["ch03", "40"], ["a|b", 8]]}
@@ -45,6 +46,12 @@ def test_write_fills_tables_and_values_and_leaves_the_rest_alone(tree, capsys):
         "README.md:2: table:ch04:speed written",
         "README.md:5: value:ch04:ratio:.2f written",
     ]
+
+
+def test_a_key_with_spaces_is_written_with_underscores(tree):
+    path = put(tree, "It gives <!-- begin:value:ch04:modes.static_batches.tok_s:.1f -->?<!-- end -->.\n")
+    assert report.main(["--write"], tree) == 0
+    assert "tok_s:.1f -->3.5<!-- end -->" in path.read_text()
 
 
 @pytest.mark.fault(30)
@@ -107,12 +114,13 @@ def test_a_block_that_cannot_be_made_is_named_with_file_and_line(tree, capsys, t
 
 def test_the_chapter_tool_is_asked_for_lineage_and_sizes(tree):
     (tree / "common").mkdir()
-    tool = 'import sys\nprint("| a |\\n| --- |" if "--markdown" in sys.argv else "plain  \\n" + sys.argv[1])\n'
+    tool = 'import sys\nassert sys.argv[2:] == ["--markdown"]\nprint(f"| {sys.argv[1]} |\\n| --- |")\n'
     (tree / "common" / "chapters.py").write_text(tool)
     path = put(tree, "<!-- begin:lineage -->\n<!-- end -->\n<!-- begin:sizes -->\n<!-- end -->\n")
     assert report.main(["--write"], tree) == 0
     assert path.read_text() == (
-        "<!-- begin:lineage -->\n| a |\n| --- |\n<!-- end -->\n<!-- begin:sizes -->\n```text\nplain\nlist\n```\n<!-- end -->\n"
+        "<!-- begin:lineage -->\n| lineage |\n| --- |\n<!-- end -->\n"
+        "<!-- begin:sizes -->\n| list |\n| --- |\n<!-- end -->\n"
     )
 
 

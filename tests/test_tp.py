@@ -221,6 +221,7 @@ def test_a_tensor_of_another_shape_is_refused_by_every_rank(chapter: ModuleType)
         ({}, 3, "1, 2, 4, 8"),
         ({}, 16, "1, 2, 4, 8"),
         (SIX_HEADS, 4, "1, 3, 6"),
+        ({"intermediate_size": 97}, 2, "1"),  # padding would be as right, and one rank idler than the other
         ({"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 94}, 4, "1, 2"),
     ],
 )

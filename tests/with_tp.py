@@ -1,7 +1,10 @@
-"""A pytest plugin: the suites of the single engine with as many ranks as $MINISGL_TEST_TP says, in the chapters that have
-ranks. `MINISGL_TEST_TP=2 pytest -p tests.with_tp tests/test_parity.py -k ch09`
+"""A pytest plugin: the suites of the single engine over several ranks, in the chapters that have ranks.
 
-A model that cannot be shared by so many gets three ranks, or, if three do not divide it either, one.
+`MINISGL_TEST_TP=2 pytest -p tests.with_tp -k ch09 tests/test_engine_rules.py`
+
+Every engine, and every server of the tiny model, gets as many ranks as $MINISGL_TEST_TP says. A model that cannot be
+shared by so many gets three (SmolLM2), or, if three do not divide it either, one. Select the chapters with -k: the
+servers of the others do not know the flag.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ import pytest
 
 from common.checkpoints import resolve
 
+WANTED = "MINISGL_TEST_TP"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     from tests import serving
     from tests.ranks import TP_CHAPTERS
 
-    wanted = int(os.environ["MINISGL_TEST_TP"])
+    wanted = int(os.environ[WANTED])
     for name in TP_CHAPTERS:
         _spread(importlib.import_module(f"{name}.config").EngineConfig, name, wanted)
     flags = serving.tiny_flags
@@ -45,6 +50,6 @@ def _size(chapter: str, model: str, wanted: int) -> int:
         try:
             shape.from_dict(resolve(model).config).check_ranks(size)
             return size
-        except ValueError:
+        except ValueError:  # it cannot be shared so, or it is none of our models, which the test is about
             continue
     return 1

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 def test_list(tree: Tree) -> None:
     status, out, _ = tree.tool("list")
     lines = sum(text.count("\n") for text in (tree.CORE, tree.SCHEDULER, '"""An engine."""\n\nfrom .core import Req\n'))
-    assert (status, out.splitlines()[1].split()) == (0, ["ch02_flow", "-", "one", "thing", str(lines)])
+    first = ["ch02_flow", "-", "one", "thing", str(lines), str(lines), "0", "700"]
+    assert (status, out.splitlines()[1].split()) == (0, first)
+    assert out.splitlines()[3].split()[-4:] == [str(lines + 45 + 1 + 45), "46", "0", "200"]
+    assert tree.tool("list", "--markdown")[1].startswith(
+        "| chapter | parent | mechanism | lines | added | removed | budget |"
+    )
 
 
 def test_diff_follows_the_reading_order(tree: Tree) -> None:
