@@ -88,9 +88,8 @@ def _scaling(bench: Experiment) -> None:
                 "allreduce_bytes": sent.counters["allreduce_bytes"],
                 "forwarded_tokens": sent.counters["forwarded_tokens"],
             }
-            bench.data["allreduce_bytes_per_token"] = (
-                sent.counters["allreduce_bytes"] // sent.counters["forwarded_tokens"]
-            )
+            each = sent.counters["allreduce_bytes"] // sent.counters["forwarded_tokens"]
+            bench.data["allreduce_bytes_per_token"] = each
             gains |= {f"{name}, {kind}": (f["median"], f["min"], f["max"]) for kind, f in speed.items()}
             cells = [milliseconds(times[kind]["median"]) for kind in times]
             ranges = [f"{s['median']:.2f} ({s['min']:.2f}–{s['max']:.2f})" for s in speed.values()]
@@ -238,23 +237,18 @@ def _memory(bench: Experiment) -> None:
     lookup = counts["head"] * (not counts["embedding"])
     whole = (sum(counts.values()) + lookup) * BYTES[bench.dtype]
     empty, _ = loading("dummy:llama-tiny", 1, bench.dtype)
-    rows = []
+    rows, of_one = [], None
     for tp in (1, 2, 4):
-        after, peak = loading(model, tp, bench.dtype)
-        found = {"weights_bytes": whole, "rank_bytes": after - empty, "peak_bytes": peak - empty}
-        bench.data.setdefault("memory", {})[f"tp {tp}"] = found
-        parts = [f"{n / 1e6:.0f}" for n in (whole / tp, after - empty, peak - empty)]
-        rows.append([tp, *parts, f"{(after - empty) / whole:.2f}", f"{(peak - empty) / whole:.2f}"])
+        held, most = (n - empty for n in loading(model, tp, bench.dtype))
+        of_one = of_one or (held, most)
+        shares = {"rank_share": held / of_one[0], "peak_share": most / of_one[1]}
+        bench.data.setdefault("memory", {})[f"tp{tp}"] = {"rank_bytes": held, "peak_bytes": most, **shares}
+        parts = [f"{n / 1e6:.0f}" for n in (whole / tp, held, most)]
+        rows.append([tp, *parts, *(f"{share:.2f}" for share in shares.values())])
+    bench.data["memory"]["weights_bytes"] = whole
     bench.data["tables"]["memory"] = table(
-        [
-            "tp",
-            "1/tp of the weights, MB",
-            "a rank holds, MB",
-            "at most while loading, MB",
-            "held, share",
-            "most, share",
-        ],
-        ["tp", "权重的 1/tp，MB", "每个 rank 占用 MB", "加载时最多 MB", "占用比例", "最多时比例"],
+        ["tp", "weights / tp, MB", "a rank holds, MB", "at most while loading, MB", "holds, of tp 1", "most, of tp 1"],
+        ["tp", "权重 / tp，MB", "每个 rank 占用 MB", "加载时最多 MB", "占用，与 tp 1 之比", "最多时，与 tp 1 之比"],
         rows,
     )
 
@@ -263,9 +257,14 @@ def _memory(bench: Experiment) -> None:
 
 
 def _one_rank(bench: Experiment, parent: str) -> None:
+    """Two pairs of processes, started in either order: which one starts first can decide where its memory lies."""
     workload = get("latency", length_scale=0.5 if bench.quick else 1.0)
-    with Worker(str(__package__), **bench.options) as ours, Worker(parent, **bench.options) as theirs:
-        runs = interleave({"ch09": ours, "ch08": theirs}, workload, 3 if bench.quick else 11)
+    runs: dict[str, list[Any]] = {"ch09": [], "ch08": []}
+    for order in (str(__package__), parent), (parent, str(__package__)):
+        with Worker(order[0], **bench.options) as first, Worker(order[1], **bench.options) as second:
+            pair = {name.partition("_")[0]: worker for name, worker in zip(order, (first, second), strict=True)}
+            for name, some in interleave(pair, workload, 2 if bench.quick else 7).items():
+                runs[name] += some
     bench.data["tp1_tpot_ratio"] = ratio(runs["ch09"], runs["ch08"], "tpot_s")
 
 

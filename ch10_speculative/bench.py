@@ -169,8 +169,8 @@ def _batches(bench: Experiment, engine: Switched) -> None:
             ]
             rows.append([kind, count, *shown, f"{tpot['median']:.2f}", spread(gain)])
     bench.data["tables"]["batches"] = table(
-        ["text", "batch", "accepted", "tokens per draft", "forwards per token", "TPOT, ratio", "throughput, ratio"],
-        ["文本", "批大小", "接受率", "每次猜测得到的 token", "每 token 的前向", "TPOT 之比", "吞吐之比"],
+        ["text", "batch", "accepted", "tokens per step", "forwards per token", "TPOT, ratio", "throughput, ratio"],
+        ["文本", "批大小", "接受率", "每步 token", "每 token 的前向", "TPOT 之比", "吞吐之比"],
         rows,
         rows_zh=[[KINDS[str(row[0])], *row[1:]] for row in rows],
     )
@@ -203,8 +203,8 @@ def _lengths(bench: Experiment, engine: Switched) -> None:
             ]
             rows.append([kind, most, *shown, spread(tpot)])
     bench.data["tables"]["lengths"] = table(
-        ["text, batch 1", "guesses at most", "accepted", "tokens per draft", "forwards per token", "TPOT, ratio"],
-        ["文本，批大小 1", "最多猜几个", "接受率", "每次猜测得到的 token", "每 token 的前向", "TPOT 之比"],
+        ["text, batch 1", "guesses at most", "accepted", "tokens per step", "forwards per token", "TPOT, ratio"],
+        ["文本，批大小 1", "最多猜几个", "接受率", "每步 token", "每 token 的前向", "TPOT 之比"],
         rows,
         rows_zh=[[KINDS[row[0]], *row[1:]] for row in rows],
     )

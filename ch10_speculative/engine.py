@@ -199,12 +199,14 @@ class Engine:
         count = min(self.config.max_running, budget)
         extend = min(budget // count, self.limits.max_model_len)
         kv = self._new_cache(model, count * -(-extend // size))
-        reqs = [Req(i, [0] * extend, extend, SamplingParams(), 1) for i in range(count)]
+        guesses = min(self.config.num_draft_tokens, extend - 1) if self.config.speculative != "none" else 0
+        known = extend - guesses
+        reqs = [Req(i, [0] * known, known, SamplingParams(), 1) for i in range(count)]
         for req in reqs:
             kv.allocate(req, extend)
         backend = choose_backend(kv, native=self.config.native == "auto", wanted=self.config.attention_backend)
         runner = ModelRunner(model, kv, backend, self.device)
-        runner.forward(runner.prepare(Batch([ScheduledReq(req, extend) for req in reqs])))
+        runner.forward(runner.prepare(Batch([ScheduledReq(req, extend, [0] * guesses) for req in reqs])))
 
     def _token_budget(self) -> int:
         """Tokens of one step at most."""

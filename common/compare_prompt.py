@@ -38,7 +38,9 @@ def _follow(package: str, prompt: str, max_tokens: int, options: dict[str, Any])
     done = subprocess.run(
         [sys.executable, "-m", "common.worker"], input=json.dumps(command), capture_output=True, text=True, cwd=ROOT
     )
-    answer: dict[str, Any] = json.loads(done.stdout) if done.stdout else {"ok": False, "error": f"it died ({done.returncode})"}
+    answer: dict[str, Any] = (
+        json.loads(done.stdout) if done.stdout else {"ok": False, "error": f"it died ({done.returncode})"}
+    )
     if not answer["ok"]:
         raise ValueError(f"{package}: {answer['error']}")
     return answer["seen"]

@@ -140,16 +140,22 @@ def views(found: Summary) -> list[tuple[Metric, str, str]]:
     return out
 
 
+def measured(found: Summary, rows: Sequence[Entry]) -> list[Entry]:
+    """The rows of which there is a number."""
+    return [row for row in rows if any(row.name in engines for engines in found.values())]
+
+
 def overview(found: Summary, rows: Sequence[Entry], errors: dict[str, dict[str, float]]) -> dict[str, Any]:
     """The table of the first screen: one line per engine, each column a metric on the workload that shows it best."""
     shown = views(found)
-    columns = ["engine", *(f"{m.title} ({w})" for m, w, _ in shown), "logit error (rms)"]
-    columns_zh = ["引擎", *(f"{m.title_zh}（{w}）" for m, w, _ in shown), "logits 误差（rms）"]
+    columns = ["engine", *(f"{m.title} ({w})" for m, w, _ in shown), *["logit error (rms)"] * bool(errors)]
+    columns_zh = ["引擎", *(f"{m.title_zh}（{w}）" for m, w, _ in shown), *["logits 误差（rms）"] * bool(errors)]
     lines = []
-    for row in rows:
+    for row in measured(found, rows):
         cells = [_cell(found, w, row.name, m) for m, w, _ in shown]
-        error = errors.get(row.name)
-        lines.append([row.name, *cells, f"{error['rms']:.1e}" if error else "–"])
+        if errors:
+            cells.append(f"{errors[row.name]['rms']:.1e}" if row.name in errors else "–")
+        lines.append([row.name, *cells])
     return table(columns, columns_zh, lines)
 
 
@@ -204,7 +210,7 @@ def figure(
     path: Path, found: Summary, rows: Sequence[Entry], errors: dict[str, dict[str, float]], tpot_floor: float | None
 ) -> None:
     """The small multiples: one panel per view, one bar per engine."""
-    panels = []
+    panels, rows = [], measured(found, rows)
     for metric, work, title in views(found):
         values: dict[str, Any] = {}
         for row in rows:

@@ -53,8 +53,8 @@ class RunResult:
     arrival is not in it. Token counts are lengths of token_ids. `ttft_s`, `tpot_s` and `e2e_s` are medians over the
     requests, `counters` the growth of the engine's counters during the run (levels: the value at the end), `peaks` the
     highest levels seen after a step where they were asked for, `peak_rss_bytes` the worker's since its start.
-    `kv_utilisation`, asked for together with the peaks: of the positions that running requests held, summed over the
-    steps, the share that had a token in it; None for an engine without a cache or with one that cannot be looked into.
+    `kv_utilisation`, which comes with the peaks: of the positions that running requests held, summed over the steps, the
+    share that had a token in it; None without a cache.
     """
 
     workload: str
@@ -126,9 +126,9 @@ class WorkerError(RuntimeError):
 class Worker:
     """One engine in a process of its own, started on entry and gone, with all its children, on exit.
 
-    `engine` is a chapter's package name or a peer's (`common.engines.open_engine`); `options` are keywords of its LLM,
-    for a peer those of the function that opens it. `timeout_s` bounds each single answer, loading the model included.
-    `python` is another interpreter, for a peer that lives in an environment of its own.
+    `engine` is a chapter's package name or a peer's (`common.engines.open_engine`), `options` what it is opened with.
+    `timeout_s` bounds each single answer, loading the model included. `python` is the interpreter of a peer that lives
+    in an environment of its own.
     """
 
     def __init__(
@@ -281,8 +281,8 @@ def percentile(values: Iterable[float], q: float) -> float:
 def summarise(values: Iterable[float]) -> dict[str, float]:
     """Median and spread: {median, min, max, iqr, n}. `iqr` is the distance between the quartiles."""
     values = list(values)
-    iqr = percentile(values, 75) - percentile(values, 25)
-    return {"median": percentile(values, 50), "min": min(values), "max": max(values), "iqr": iqr, "n": len(values)}
+    low, middle, high = (percentile(values, q) for q in (25, 50, 75))
+    return {"median": middle, "min": min(values), "max": max(values), "iqr": high - low, "n": len(values)}
 
 
 def ratio(a_runs: list[RunResult], b_runs: list[RunResult], key: str) -> dict[str, float]:
@@ -300,14 +300,6 @@ def parent_of(chapter: str, root: Path = ROOT) -> str | None:
     """Name of the chapter that `chapter` is a copy of, from its chapter.toml; None for the first one."""
     with open(root / chapter / "chapter.toml", "rb") as file:
         return tomllib.load(file).get("parent") or None
-
-
-def run_parent(chapter: str, **options: Any) -> Worker:
-    """A worker for the parent of `chapter`, to be entered by the caller. Raises ValueError where there is no parent."""
-    parent = parent_of(chapter)
-    if parent is None:
-        raise ValueError(f"{chapter} has no parent to compare with")
-    return Worker(parent, **options)
 
 
 def commit_record(root: Path = ROOT) -> dict[str, Any] | None:

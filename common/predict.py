@@ -36,6 +36,7 @@ class DryRun:
     pages: int = 64
     page_size: int = SLOT
     static: bool = False
+    speculator: Any = None
     steps: int = 0
     forwarded: int = 0  # tokens computed, over all steps
     most_running: int = 0
@@ -48,7 +49,8 @@ class DryRun:
             importlib.import_module(f"{self.chapter}.{name}") for name in ("core", "kvcache", "scheduler")
         )
         kv = kvcache.KVCache(1, self.pages, self.page_size, 1, 1, torch.empty(0))
-        self.scheduler = scheduler.Scheduler(kv, [], self.max_running, self.budget, static=self.static)
+        more = {"speculator": self.speculator} if self.speculator else {}
+        self.scheduler = scheduler.Scheduler(kv, [], self.max_running, self.budget, static=self.static, **more)
 
     def add(self, rid: int, prompt: Sequence[int], max_tokens: int) -> None:
         params = self.core.SamplingParams(ignore_eos=True)
@@ -62,7 +64,7 @@ class DryRun:
         self.steps += 1
         self.forwarded += batch.tokens
         self.most_running = max(self.most_running, len(self.scheduler.running))
-        tokens = [[1] if item.samples else [] for item in batch.items]
+        tokens = [_verified(item) if item.samples else [] for item in batch.items]
         for item, new in zip(batch.items, tokens, strict=True):
             if new:
                 self.first_step.setdefault(item.req.rid, self.steps)
@@ -73,6 +75,12 @@ class DryRun:
         while self.step():
             pass
         return self
+
+
+def _verified(item: Any) -> list[int]:
+    """Token 1, and one more for each guess of it before the first other one."""
+    draft = getattr(item, "draft", [])
+    return [1] * (1 + next((at for at, guess in enumerate(draft) if guess != 1), len(draft)))
 
 
 def run_together(dry: DryRun, requests: Sequence[tuple[Sequence[int], int]]) -> DryRun:
@@ -189,6 +197,48 @@ def radix(chapter: str) -> dict[str, Any]:
     return found | {"hit_512": second([7] * 513, [7] * 513), "hit_512_first": second([7] * 513, [8] + [7] * 512)}
 
 
+def tensor_parallel(chapter: str) -> dict[str, Any]:
+    """Bytes that a rank brings into all-reduces, by the number of ranks."""
+    found: dict[str, Any] = {}
+    for tp in (1, 2, 4):
+        _, stats = _answer(chapter, [range(20, 36)], {"max_tokens": 8, "ignore_eos": True}, **TINY, tp=tp)
+        found |= {f"bytes_tp{tp}": stats["allreduce_bytes"], "forwarded_tokens": stats["forwarded_tokens"]}
+    return found
+
+
+@dataclass
+class _Guesser:
+    """Guesses the same token always."""
+
+    module: ModuleType
+    token: int
+    cost: float = 0.0
+
+    def propose(self, wanted: Sequence[tuple[Any, int]]) -> list[Any]:
+        return [self.module.Guess([self.token] * count) for _, count in wanted]
+
+    def release(self, req: Any) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+def speculative(chapter: str) -> dict[str, Any]:
+    """Steps and tokens without guesses, with right ones and with wrong ones; and guesses beside 63 other requests."""
+    module = importlib.import_module(f"{chapter}.speculative")
+
+    def run(guess: int | None, count: int = 1) -> DryRun:
+        guesser = None if guess is None else _Guesser(module, guess)
+        speculator = guesser and module.Speculator(guesser, 4, module.FREE_ROWS["cpu"])
+        requests = [([7 + rid] * 8, 16) for rid in range(count)]
+        return run_together(DryRun(chapter, budget=2048, page_size=16, pages=512, speculator=speculator), requests)
+
+    found: dict[str, Any] = {}
+    for name, guess in (("without", None), ("right", 1), ("wrong", 2)):
+        dry = run(guess)
+        found |= {f"steps_{name}": dry.steps, f"tokens_{name}": dry.forwarded}
+    return found | {f"guesses_{count}": run(1, count).scheduler.draft_tokens for count in (1, 64)}
+
+
 PREDICTIONS: dict[str, Callable[[str], dict[str, Any]]] = {
     "ch02": request_flow,
     "ch03": generation,
@@ -197,6 +247,8 @@ PREDICTIONS: dict[str, Callable[[str], dict[str, Any]]] = {
     "ch06": batching,
     "ch07": paged,
     "ch08": radix,
+    "ch09": tensor_parallel,
+    "ch10": speculative,
 }
 
 

@@ -222,8 +222,9 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
     """Counters and times of a trace: steps, tokens, forwarded_tokens, ttft_s, tpot_s.
 
     It counts what the Scheduler says: an engine step is a step with a ``schedule`` event, whose extend_len is what the
-    forward computes; every output token has one ``process`` event with its id. ttft_s runs from a request's first event
-    to its first token, tpot_s is the mean gap after that; means over the requests, None where there is no such token.
+    forward computes, unless a ``propose`` event says more; every output token has one ``process`` event with its id.
+    ttft_s runs from a request's first event to its first token, tpot_s is the mean gap after that; means over the
+    requests, None where there is no such token.
     Where a prefix cache was asked, hit_tokens of prompt_tokens were found there, when each request first began.
     """
     scheduled = [e for e in events if e.action == "schedule"]
@@ -233,6 +234,7 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
         began.setdefault(e.rid, e.t - e.dur)
         if e.action == "process" and e.token is not None:
             made.setdefault(e.rid, []).append(e.t)
+    guessed = sum(e.extend_len - 1 for e in events if e.action == "propose")
     first = [times[0] - began[rid] for rid, times in made.items()]
     gaps = [(times[-1] - times[0]) / (len(times) - 1) for times in made.values() if len(times) > 1]
     asked = list({e.rid: e for e in reversed(events) if e.action == "match"}.values())  # the first of each request
@@ -240,7 +242,7 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
     return {
         "steps": len({e.step for e in scheduled}),
         "tokens": sum(map(len, made.values())),
-        "forwarded_tokens": sum(e.extend_len for e in scheduled),
+        "forwarded_tokens": sum(e.extend_len for e in scheduled) + guessed,
         "ttft_s": sum(first) / len(first) if first else None,
         "tpot_s": sum(gaps) / len(gaps) if gaps else None,
         **(hits if asked else {}),

@@ -13,13 +13,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 from common.checkpoints import resolve
 from common.service import group as process_group
 from tests.conftest import CHAPTERS, ROOT
+from tests.serving import distinct
 
 TP_CHAPTERS = [name for name in CHAPTERS if (ROOT / name / "distributed.py").exists()]
+_PROCESSES = distinct("distributed.py", "supervisor.py", "serve.py", "frontend.py")
+# For tests of how processes live and die: chapters in which that is the same as in a later one only with --full.
+PROCESS_CHAPTERS = [
+    pytest.param(name, marks=[] if name in _PROCESSES else [pytest.mark.full], id=name) for name in TP_CHAPTERS
+]
 
 
 @dataclass

@@ -253,6 +253,8 @@ def test_the_command_writes_one_result_and_one_figure(tree, tmp_path, monkeypatc
     assert len(data["runs"]) == 10 and data["runs"][0]["counters"]["forwarded_tokens"] > 0
     assert data["workloads"]["latency"]["floors"]["tpot_s"] > 0 and "gone-http" in data["failed"]
     assert data["tables"]["overview"]["rows"][0][0] == "ch93" and data["tables"]["latency"]["rows"][-1][0] == "floor"
+    assert [row[0] for row in data["tables"]["overview"]["rows"]] == ["ch93", "ch94", "ch95"]  # of the others nothing
+    assert "logit error (rms)" not in data["tables"]["overview"]["columns"]
     assert "secret" not in (out / "c.json").read_text() and (out / "compare.png").stat().st_size > 1000
     assert (out / "c.json.partial").exists()  # the peer may come back
     assert "figure:" in capsys.readouterr().out

@@ -21,14 +21,14 @@ from common.cpu import shm
 from common.tiny import cached_tiny_model
 from tests.conftest import ROOT
 from tests.oracle import assert_greedy, hf_logits
-from tests.ranks import TP_CHAPTERS, Meeting, ThreadGroup, alive, children, gone, logits, modules
+from tests.ranks import PROCESS_CHAPTERS, TP_CHAPTERS, Meeting, ThreadGroup, alive, children, gone, logits, modules
 
 IDS = [17, 230, 9, 511, 64, 700, 33, 5, 81, 640, 1002, 1, 0, 77]
 PROMPTS = [IDS[:7], [5, 81, 640], [1002] * 40, IDS * 3]
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
 BIASED = {"attention_bias": True, "mlp_bias": True}
 ODD_VOCABULARY = {"vocab_size": 1003}
-TINY_POOL = {"kv_memory": "24K", "page_size": 4, "max_model_len": 64, "max_batch_tokens": 16}
+TINY_POOL = {"kv_memory": "60K", "page_size": 4, "max_model_len": 64, "max_batch_tokens": 16}
 
 
 @pytest.fixture(params=TP_CHAPTERS)
@@ -146,6 +146,7 @@ def test_paging_prefixes_chunks_preemption_and_aborts_work_as_on_one_rank(
 
     (one, stats_one), (two, stats_two) = run(1), run(2)
     assert two == one
+    assert (30, 34) in [(prompt, len(tokens)) for prompt, tokens in two], "up to the last position"
     assert stats_two["preemptions"] > 0 and stats_two["prefix_hit_tokens"] > 0
     assert {**stats_two, "allreduce_bytes": 0} == stats_one
 
@@ -317,10 +318,14 @@ def test_waiting_for_a_rank_that_never_comes_can_be_given_up() -> None:
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
+one_of_equals = pytest.mark.parametrize("chapter", PROCESS_CHAPTERS, indirect=True)
+
+
 def ranks(llm: Any) -> list[int]:
     return [process.pid for process in llm.engine.group.ranks.processes.values()]
 
 
+@one_of_equals
 @pytest.mark.parametrize("shared", [True, False], ids=["shared-memory", "gloo"])
 def test_a_dead_rank_is_named_by_the_next_step(
     chapter: ModuleType, open_llm: Callable[..., Any], shared: bool, monkeypatch: pytest.MonkeyPatch
@@ -343,6 +348,7 @@ def test_a_dead_rank_is_named_by_the_next_step(
     gone(pids)
 
 
+@one_of_equals
 def test_a_rank_that_dies_while_loading_is_named_and_nothing_is_left(
     open_llm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +368,7 @@ def test_a_rank_that_dies_while_loading_is_named_and_nothing_is_left(
     assert set(children()) <= before
 
 
+@one_of_equals
 def test_ctrl_c_takes_effect_between_steps_and_the_ranks_stay_together(
     chapter: ModuleType, open_llm: Callable[..., Any]
 ) -> None:
@@ -377,6 +384,7 @@ def test_ctrl_c_takes_effect_between_steps_and_the_ranks_stay_together(
         assert greedy(chapter, llm) == want
 
 
+@one_of_equals
 @pytest.mark.fault(27)
 def test_two_groups_on_one_machine_do_not_meet(chapter: ModuleType, open_llm: Callable[..., Any]) -> None:
     first, second = open_llm(tp=2), open_llm(cached_tiny_model("qwen3"), tp=2)
@@ -386,6 +394,7 @@ def test_two_groups_on_one_machine_do_not_meet(chapter: ModuleType, open_llm: Ca
     assert greedy(chapter, second, 4) == b
 
 
+@one_of_equals
 def test_ranks_end_with_a_parent_that_is_killed(chapter: ModuleType, tmp_path: Path) -> None:
     code = (
         f"import sys, time; from {chapter.__name__} import LLM\n"
@@ -403,6 +412,7 @@ def test_ranks_end_with_a_parent_that_is_killed(chapter: ModuleType, tmp_path: P
     gone(pids)
 
 
+@one_of_equals
 def test_an_llm_that_nobody_closes_ends_quietly(chapter: ModuleType) -> None:
     code = (
         f"from {chapter.__name__} import LLM, SamplingParams\n"

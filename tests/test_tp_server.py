@@ -18,7 +18,7 @@ import pytest
 
 from common.service import Server, group
 from tests.conftest import ROOT
-from tests.ranks import TP_CHAPTERS, alive, gone, ranks_of
+from tests.ranks import PROCESS_CHAPTERS, alive, gone, ranks_of
 from tests.serving import MAX_MODEL_LEN, Served, texts, tiny_flags, tiny_folder
 
 NOTICED_S = 10.0  # within which clients know that a rank has died, and no process is left
@@ -32,7 +32,7 @@ EVERY_CASE = [
 ]
 
 
-@pytest.fixture(params=TP_CHAPTERS)
+@pytest.fixture(params=PROCESS_CHAPTERS)
 def chapter(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -54,6 +54,8 @@ def test_two_ranks_answer_over_http_what_one_does_offline(chapter: str, two: Ser
     served.close()
     assert len(ranks_of(two.pid)) == 2
     assert listeners(group(two.pid)) <= {"127.0.0.1"}
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in group(two.pid)]
+    assert not any("/dev/shm/" in text for text in maps), "shared memory has no name that could be left behind"
     assert (two.stop(), two.survivors) == (0, [])
     assert "Traceback" not in two.log and "terminate" not in two.log
 

@@ -162,9 +162,9 @@ int64_t minisgl_shm_gather(char* base, int rank, int size, uint64_t turn, const 
     Memory m{base, rank, size};
     for (; done < rows * width; done += kSlot) {
         int64_t n = std::min(kSlot, rows * width - done);
-        if (!meet(m, turn + done / kSlot, x + done, n, false, patience_ms)) return done;
+        if (!meet(m, turn + done / kSlot, out ? nullptr : x + done, n, false, patience_ms)) return done;
         for (int r = 0; out && r < size; ++r) {
-            const char* part = m.slot(r, turn + done / kSlot);
+            const char* part = r == rank ? x + done : m.slot(r, turn + done / kSlot);
             for (int64_t i = 0, piece; i < n; i += piece) {
                 int64_t row = (done + i) / width, column = (done + i) % width;
                 piece = std::min(n - i, width - column);
