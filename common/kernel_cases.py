@@ -39,7 +39,9 @@ class Cases:
     def normal(self, *size: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*size, generator=self.generator, device=self.device) * scale).to(dtype)
 
-    def integers(self, values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    def integers(
+        self, values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype = torch.int32
+    ) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def lengths(self, count: int, page: int, longest: int | None = None) -> list[int]:

@@ -367,6 +367,26 @@ def test_smollm2_all_prompts_together(module, way):
     assert stats["accepted_tokens"] > (0.95 * stats["draft_tokens"] if way == "itself" else 5)
 
 
+def test_guesses_are_what_the_draft_model_says_about_the_text_as_it_is(module, engine, params):
+    """Rejected guesses leave nothing behind in the draft model's cache: each guess is greedy, by transformers."""
+    llm = engine(page_size=4, max_batch_tokens=40, **OTHER)
+    proposer, made = llm.engine.scheduler.speculator.proposer, []
+    propose = proposer.propose
+
+    def recording(wanted):
+        guesses = propose(wanted)
+        made.extend(
+            (tuple(req.token_ids), tuple(guess.tokens)) for (req, _), guess in zip(wanted, guesses, strict=True)
+        )
+        return guesses
+
+    proposer.propose, proposer.cost, llm.engine.scheduler.speculator.free_rows = recording, 0.0, NEVER_DEAR
+    run(llm, [PROMPT, list(tiny_prompts()[-1])[:90]], params(max_tokens=30))
+    assert sum(len(guess) for _, guess in made) > 150
+    assert any(not guess for _, guess in made), "it takes several steps to catch up on 90 tokens"
+    assert sum(checked(folder_of("qwen3"), prompt, guess) for prompt, guess in made if guess) > 150
+
+
 def test_the_draft_model_is_the_one_asked_for(module, engine):
     llm = engine(**OTHER)
     proposer = llm.engine.scheduler.speculator.proposer
