@@ -1,5 +1,5 @@
 # One command each on a fresh machine: make serve / make generate, make test. Everything lives in .venv and the cache folder.
-CHAPTER ?= ch09_tp
+CHAPTER ?= ch10_speculative
 MODEL   ?= smollm2-135m
 HOST    ?= 127.0.0.1
 PORT    ?= 8000

@@ -14,7 +14,7 @@ import uvicorn
 
 from common import cli
 from common.checkpoints import Checkpoint, resolve
-from common.http import bind
+from common.http import BoundedHead, bind
 from common.trace import Tracer
 
 from .config import EngineConfig, ServerConfig
@@ -78,7 +78,7 @@ class HttpThread:
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=2,
-            h11_max_incomplete_event_size=65536,
+            http=BoundedHead,
         )
         http = uvicorn.Server(settings)
         frontend.attach(self._loop)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 def bind(host: str, port: int) -> tuple[socket.socket, str]:
@@ -27,6 +28,30 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
 
 
 BODY_TIMEOUT_S = 60.0
+HEAD_BYTES = 65536
+
+
+class BoundedHead(HttpToolsProtocol):
+    """HTTP by httptools, which takes less time than h11 but gathers the head of a request without end. After HEAD_BYTES in
+    which no head was completed and no part of a body came, the connection ends, with 400 if nothing was being answered."""
+
+    gathered = 0  # bytes received since then
+
+    def on_headers_complete(self) -> None:
+        self.gathered = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.gathered = 0
+        super().on_body(body)
+
+    def data_received(self, data: bytes) -> None:
+        self.gathered += len(data)
+        super().data_received(data)
+        if self.gathered > HEAD_BYTES and not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:
+                self.send_400_response("the head of the request is too long")
+            self.transport.close()
 
 
 async def read_body(request: Request, limit: int, timeout_s: float | None = None) -> bytes | None:

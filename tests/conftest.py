@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,12 @@ SERVERS = [name for name in CHAPTERS if (ROOT / name / "serve.py").exists()]
 
 def chapter(name: str) -> ModuleType:
     return importlib.import_module(name)
+
+
+def pytest_configure() -> None:
+    """A shell starts what it puts into the background with Ctrl-C ignored; tests of Ctrl-C need Python's own handler."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

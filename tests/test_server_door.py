@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +64,38 @@ def test_a_body_that_trickles_in_is_given_up(strict: Served, monkeypatch: pytest
     assert answer.status_code == 408 and answer.headers["connection"] == "close"
     assert "did not arrive in time" in answer.json()["error"]["message"]
     assert strict.post(CONTROL, headers=key).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["many headers", "one header", "an address", "empty lines", "a trailer"])
+def test_an_endless_head_ends_the_connection(strict: Served, kind: str) -> None:
+    starts = {
+        "many headers": (b"GET /health HTTP/1.1\r\nHost: x\r\n", b"X-A: " + b"a" * 1000 + b"\r\n"),
+        "one header": (b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ", b"a" * 1000),
+        "an address": (b"GET /", b"a" * 1000),
+        "empty lines": (b"", b"\r\n" * 500),
+        "a trailer": (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX-A: ",
+            b"a" * 1000,
+        ),
+    }
+    start, more = starts[kind]
+    sent, answer = 0, b""
+    host, port = strict.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        try:
+            client.sendall(start)
+            while sent < 10_000_000:
+                client.sendall(more)
+                sent += len(more)
+        except OSError:
+            pass
+        try:
+            answer = client.recv(1000)
+        except OSError:
+            pass
+    assert sent < 10_000_000, "everything was taken"
+    assert not answer or b" 400 " in answer.split(b"\r\n")[0] or kind == "a trailer"
+    assert strict.http.get("/health").status_code == 200
 
 
 def test_an_oversized_body_is_refused_told_or_chunked(strict: Served) -> None:
