@@ -22,6 +22,10 @@ from tests.conftest import CHAPTERS, ROOT
 from tests.serving import distinct
 
 TP_CHAPTERS = [name for name in CHAPTERS if (ROOT / name / "distributed.py").exists()]
+# The last chapter with ranks; those before it only with --full.
+QUICK_TP = [
+    pytest.param(name, marks=[] if name == TP_CHAPTERS[-1] else [pytest.mark.full], id=name) for name in TP_CHAPTERS
+]
 _PROCESSES = distinct("distributed.py", "supervisor.py", "serve.py", "frontend.py")
 # For tests of how processes live and die: chapters in which that is the same as in a later one only with --full.
 PROCESS_CHAPTERS = [

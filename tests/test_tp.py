@@ -21,7 +21,17 @@ from common.cpu import shm
 from common.tiny import cached_tiny_model
 from tests.conftest import ROOT
 from tests.oracle import assert_greedy, hf_logits
-from tests.ranks import PROCESS_CHAPTERS, TP_CHAPTERS, Meeting, ThreadGroup, alive, children, gone, logits, modules
+from tests.ranks import (
+    PROCESS_CHAPTERS,
+    QUICK_TP,
+    Meeting,
+    ThreadGroup,
+    alive,
+    children,
+    gone,
+    logits,
+    modules,
+)
 
 IDS = [17, 230, 9, 511, 64, 700, 33, 5, 81, 640, 1002, 1, 0, 77]
 PROMPTS = [IDS[:7], [5, 81, 640], [1002] * 40, IDS * 3]
@@ -31,7 +41,7 @@ ODD_VOCABULARY = {"vocab_size": 1003}
 TINY_POOL = {"kv_memory": "60K", "page_size": 4, "max_model_len": 64, "max_batch_tokens": 16}
 
 
-@pytest.fixture(params=TP_CHAPTERS)
+@pytest.fixture(params=QUICK_TP)
 def chapter(request: pytest.FixtureRequest) -> ModuleType:
     return importlib.import_module(request.param)
 

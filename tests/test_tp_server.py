@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -82,8 +83,12 @@ def test_a_killed_rank_fails_what_is_open_and_ends_the_server(two: Server, rank:
     with ThreadPoolExecutor(3) as pool, httpx.Client(base_url=two.url, trust_env=False, timeout=30) as client:
         body = {**LONG, "prompt": [5] * 500, "max_tokens": 4} if phase == "prefill" else LONG
         whole = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(2 * (phase != "idle"))]
-        stream = pool.submit(ends_with_an_error, client) if phase == "decode" else None
-        time.sleep({"idle": 0.5, "prefill": 0.01, "decode": 0.5}[phase])
+        begun = threading.Event()
+        stream = pool.submit(ends_with_an_error, client, begun) if phase == "decode" else None
+        if stream:
+            assert begun.wait(20)
+        else:
+            time.sleep({"idle": 0.5, "prefill": 0.01}[phase])
         killed = time.monotonic()
         os.kill(victims[rank], signal.SIGKILL)
         for answer in whole:
@@ -102,9 +107,12 @@ def test_a_killed_rank_fails_what_is_open_and_ends_the_server(two: Server, rank:
     assert two.stop() == 1
 
 
-def ends_with_an_error(client: httpx.Client) -> bool:
+def ends_with_an_error(client: httpx.Client, begun: threading.Event) -> bool:
+    text = ""
     with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
-        text = "".join(answer.iter_text())
+        for part in answer.iter_text():
+            begun.set()
+            text += part
     assert '"error"' in text.strip().splitlines()[-1]
     return "[DONE]" not in text
 

@@ -35,7 +35,7 @@ SUITES = [
     "test_server_clients", "test_server_door", "test_server_errors", "test_server_load", "test_server_text",
     "test_stop_strings",
 ]  # fmt: skip
-SUBSET = {  # file -> -k, about a minute in all
+SUBSET = {  # file -> -k; all but the first only with --full
     "test_batching_parity": "(together_at_every_budget and 32) or (too_small and 4)",
     "test_engine_rules": "exactly_max_tokens or stop_strings_across or max_model_len_exactly or batch_mates",
     "test_server_api": "served or stream or completion",
@@ -64,7 +64,9 @@ def run_suite(name: str, chapter: str, select: str = "", *flags: str, timeout_s:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SUBSET)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if i else []) for i, name in enumerate(SUBSET)]
+)
 def test_some_of_each_suite_passes_over_two_ranks(name: str) -> None:
     run_suite(name, NEWEST, SUBSET[name], "-o", "addopts=", "-p", "no:randomly", timeout_s=600)
 
