@@ -221,7 +221,7 @@ def figure(
         panels.append(plots.BarPanel(f"{title}\n{work}", values, floor))
     if errors:
         values = {row.name: errors[row.name]["rms"] * 100 if row.name in errors else None for row in rows}
-        panels.append(plots.BarPanel("logits off transformers', %\nroot mean square", values))
+        panels.append(plots.BarPanel("logit error, %\nroot mean square", values))
     if panels:
         plots.bar_grid(panels, path)
 
