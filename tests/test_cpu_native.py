@@ -273,25 +273,6 @@ def test_store_kv(ops2, dtype):
             assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rotary_store(ops2, dtype, with_norm):
-    for rows in ROWS:
-        for dim in (6, 64, 80):
-            qkv = randn(rows, 9, dim, dtype=dtype)
-            before = qkv.clone()
-            cos, sin = randn(rows, 1, dim, dtype=dtype, seed=1), randn(rows, 1, dim, dtype=dtype, seed=2)
-            norm = (randn(7, dim, dtype=dtype, seed=3), 1e-6) if with_norm else ()
-            slots = torch.randperm(400, generator=torch.Generator().manual_seed(rows))[:rows]
-            got = [torch.zeros(50, 8, 2, dim, dtype=dtype) for _ in range(2)]
-            want = [cache.clone() for cache in got]
-            q = ops2.rotary_store(qkv[:, :7], qkv[:, 7:], cos, sin, *got, slots, *norm)
-            expected = definitions.rotary_store(qkv[:, :7], qkv[:, 7:], cos, sin, *want, slots, *norm)
-            assert torch.equal(qkv, before)
-            for a, b in zip([q, *got], [expected, *want], strict=True):
-                assert_close(a, b, dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_and_mul(ops2, dtype):
     for rows in ROWS:

@@ -77,7 +77,6 @@ def small_cases(rows: int, dtype: torch.dtype) -> Iterator[Case]:
         "rms_norm": (random(rows, HIDDEN), random(HIDDEN), 1e-5, random(rows, HIDDEN)),
         "rotary": (qk, cos, sin),
         "store_kv": (k, v, *caches, slots),
-        "rotary_store": (qk, v, cos, sin, *caches, slots),
         "silu_and_mul": (random(rows, 2 * INTERMEDIATE),),
         "argmax_rows": (random(rows, VOCAB),),
     }

@@ -69,29 +69,6 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def rotary_store(
-    qk: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
-    """Rotate qk[T, H + KV, D], after RMSNorm with weight[H + KV, D] if given; store keys and v[T, KV, D] into slots.
-
-    Returns the rotated queries [T, H, D]; qk and v stay as they are.
-    """
-    if weight is not None:
-        qk = rms_norm(qk, weight, eps)
-    qk = rotary(qk, cos, sin)
-    heads = qk.shape[1] - v.shape[1]
-    store_kv(qk[:, heads:], v, k_cache, v_cache, slots)
-    return qk[:, :heads].contiguous()
-
-
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for x[T, 2 I] = [gate | up]; returns [T, I]."""
     gate, up = x.chunk(2, dim=-1)
@@ -111,6 +88,5 @@ class CpuOps:
     store_kv: Callable[..., None] = store_kv
     rms_norm: Callable[..., torch.Tensor] = rms_norm
     rotary: Callable[..., torch.Tensor] = rotary
-    rotary_store: Callable[..., torch.Tensor] = rotary_store
     silu_and_mul: Callable[..., torch.Tensor] = silu_and_mul
     argmax_rows: Callable[..., torch.Tensor] = argmax_rows

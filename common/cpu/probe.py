@@ -56,10 +56,6 @@ def cases(dtype: torch.dtype) -> dict[str, Callable[[], tuple]]:
         "store_kv": lambda: (random(3, 2, 24), random(3, 2, 24), random(2, 5, 2, 24), random(2, 5, 2, 24), slots),
         "rms_norm": lambda: (random(3, 72), random(72), 1e-5, random(3, 72)),
         "rotary": lambda: (random(3, 5, 24), random(3, 1, 24), random(3, 1, 24)),
-        "rotary_store": lambda: (
-            random(3, 5, 24), random(3, 2, 24), random(3, 1, 24), random(3, 1, 24),
-            random(2, 5, 2, 24), random(2, 5, 2, 24), slots, random(5, 24), 1e-5,
-        ),
         "silu_and_mul": lambda: (random(3, 144),),
         "argmax_rows": lambda: (random(3, 1000),),
     }  # fmt: skip

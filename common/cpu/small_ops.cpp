@@ -127,9 +127,9 @@ at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& 
     return out;
 }
 
-// The caches are flat lists of slots; returns how many.
-int64_t check_store(const char* op, const at::Tensor& v, const at::Tensor& k_cache, const at::Tensor& v_cache,
-                    const at::Tensor& slots) {
+// The caches are flat lists of slots.
+void check_store(const char* op, const at::Tensor& v, const at::Tensor& k_cache, const at::Tensor& v_cache,
+                 const at::Tensor& slots) {
     check_tensors(op, {&v, &k_cache, &v_cache});
     check_integers(op, "slots", slots, at::kLong);
     TORCH_CHECK(v.dim() == 3 && k_cache.dim() == 4 && k_cache.is_contiguous() && v_cache.is_contiguous() &&
@@ -141,7 +141,6 @@ int64_t check_store(const char* op, const at::Tensor& v, const at::Tensor& k_cac
     const int64_t* slot = slots.data_ptr<int64_t>();
     for (int64_t t = 0; t < v.size(0); ++t)
         TORCH_CHECK(slot[t] >= 0 && slot[t] < count, op, ": slot ", slot[t], " of a cache of ", count);
-    return count;
 }
 
 template <class T>
@@ -165,45 +164,6 @@ void store_kv(const at::Tensor& k, const at::Tensor& v, const at::Tensor& k_cach
             copy_heads(values + t * v.stride(0), v.stride(1), to_v + slot[t] * row, heads, dim);
         });
     });
-}
-
-at::Tensor rotary_store(const at::Tensor& qk, const at::Tensor& v, const at::Tensor& cos, const at::Tensor& sin,
-                        const at::Tensor& k_cache, const at::Tensor& v_cache, const at::Tensor& slots,
-                        const std::optional<at::Tensor>& weight, double eps) {
-    check_rotary("rotary_store", qk, cos, sin);
-    check_tensors("rotary_store", {&qk, &v});
-    check_store("rotary_store", v, k_cache, v_cache, slots);
-    const int64_t kv_heads = v.size(1), heads = qk.size(1) - kv_heads, dim = qk.size(2), row = kv_heads * dim;
-    TORCH_CHECK(heads > 0 && qk.size(0) == v.size(0) && v.size(2) == dim, "rotary_store: want qk[T, H + KV, D] and ",
-                "v[T, KV, D], got ", qk.sizes(), " and ", v.sizes());
-    TORCH_CHECK(dim <= 1024, "rotary_store: head dim ", dim, " is more than 1024");
-    if (weight) {
-        check_tensors("rotary_store", {&qk, &*weight});
-        TORCH_CHECK(weight->is_contiguous() && weight->dim() == 2 && weight->size(0) == qk.size(1) &&
-                        weight->size(1) == dim, "rotary_store: want weight[H + KV, D], got ", weight->sizes());
-    }
-    at::Tensor q = at::empty({qk.size(0), heads, dim}, qk.options());
-    dispatch("rotary_store", qk.scalar_type(), [&](auto element) {
-        using T = decltype(element);
-        const T *from = qk.data_ptr<T>(), *values = v.data_ptr<T>(), *c = cos.data_ptr<T>(), *s = sin.data_ptr<T>();
-        const T* w = weight ? weight->data_ptr<T>() : nullptr;
-        T *to_q = q.data_ptr<T>(), *to_k = k_cache.data_ptr<T>(), *to_v = v_cache.data_ptr<T>();
-        const int64_t* slot = slots.data_ptr<int64_t>();
-        for_each(v.size(0), (heads + 2 * kv_heads) * dim, [&](int64_t t) {
-            T normalised[1024];
-            for (int64_t h = 0; h < heads + kv_heads; ++h) {
-                const T* x = from + t * qk.stride(0) + h * qk.stride(1);
-                if (w) {
-                    normalise(x, (T*)nullptr, w + h * dim, normalised, dim, float(eps));
-                    x = normalised;
-                }
-                T* to = h < heads ? to_q + (t * heads + h) * dim : to_k + slot[t] * row + (h - heads) * dim;
-                rotate(x, c + t * dim, s + t * dim, to, dim);
-            }
-            copy_heads(values + t * v.stride(0), v.stride(1), to_v + slot[t] * row, kv_heads, dim);
-        });
-    });
-    return q;
 }
 
 // ---- SwiGLU
@@ -286,10 +246,6 @@ TORCH_LIBRARY_FRAGMENT(minisgl_cpu, m) {
     m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!)? residual=None) -> Tensor", &rms_norm);
     m.def("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", &rotary);
     m.def("store_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots) -> ()", &store_kv);
-    m.def(
-        "rotary_store(Tensor qk, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-        "Tensor slots, Tensor? weight=None, float eps=0) -> Tensor",
-        &rotary_store);
     m.def("silu_and_mul(Tensor x) -> Tensor", &silu_and_mul);
     m.def("argmax_rows(Tensor logits) -> Tensor", &argmax_rows);
 }
