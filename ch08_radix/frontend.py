@@ -123,17 +123,15 @@ class Stream:
     prompt_ids: list[int]
     detokenizer: Detokenizer
     arrival: float  # perf_counter seconds
+    filled: asyncio.Event  # set when something came into ``pending``; all streams of one call share it
     pending: list[TokensOut] = field(default_factory=list)
-    filled: asyncio.Event = field(default_factory=asyncio.Event)
     started: bool = False  # has its first token
     output_tokens: int = 0
     counters: dict[str, float] = field(default_factory=dict)  # what the engine said at the end
     tracer: Tracer | None = None
 
-    async def next(self) -> Delta:
-        """Wait for tokens; all that are there come as one Delta. The last one has ``finish``."""
-        await self.filled.wait()
-        self.filled.clear()
+    def take(self) -> Delta:
+        """All that is pending, at least one message, as one Delta. The last one has ``finish``."""
         outs, self.pending = self.pending, []
         ids = [token for out in outs for token in out.ids]
         self.output_tokens += len(ids)
@@ -188,11 +186,11 @@ class Frontend:
         """Whether count more requests may wait."""
         return self._waiting + count <= self.max_queue
 
-    def submit(self, ids: list[int], params: SamplingParams, max_tokens: int) -> Stream:
-        """Hand one checked request to the engine."""
+    def submit(self, ids: list[int], params: SamplingParams, max_tokens: int, filled: asyncio.Event) -> Stream:
+        """Hand one checked request to the engine; ``filled`` wakes its reader."""
         rid, self._next_rid = self._next_rid, self._next_rid + 1
         detokenizer = Detokenizer(self.tokenizer, ids, params.stop)
-        stream = Stream(rid, ids, detokenizer, time.perf_counter(), tracer=self.tracer)
+        stream = Stream(rid, ids, detokenizer, time.perf_counter(), filled, tracer=self.tracer)
         self.streams[rid] = stream
         self._waiting += 1
         self.idle.clear()
@@ -203,7 +201,10 @@ class Frontend:
         return stream
 
     def abort(self, stream: Stream, reason: str = "abort", error: str | None = None) -> None:
-        """End a request from this side and tell its reader; the engine stops at the next step boundary. Idempotent."""
+        """End a request from this side and tell its reader; the engine stops at the next step boundary. Idempotent.
+
+        reason: "abort", "error" or "timeout".
+        """
         if stream.rid in self.streams:
             self.channel.put(Abort(stream.rid))
             stream.pending.append(TokensOut(stream.rid, [], Finish(reason, error=error)))

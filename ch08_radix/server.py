@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from common.http import body_schema, read_body, when_gone
+from common.http import body_schema, chain, read_body, when_gone
 from common.values import shown
 
 from .config import ServerConfig
@@ -164,7 +164,7 @@ class Server:
             await events.aclose()
             raise
         return StreamingResponse(
-            _chain(first, events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            chain(first, events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
 
     def _submit(
@@ -187,7 +187,8 @@ class Server:
         if not self.frontend.room(len(prompts) * n):
             message = f"the queue is full: {self.config.max_queue} requests may wait"
             raise ApiError(429, message, headers={"Retry-After": "1"})
-        streams = [self.frontend.submit(ids, own, max_tokens) for ids, max_tokens in checked for own in each]
+        filled = asyncio.Event()
+        streams = [self.frontend.submit(ids, own, max_tokens, filled) for ids, max_tokens in checked for own in each]
         return [Choice(index, stream) for index, stream in enumerate(streams)]
 
     async def _encode(self, texts: list[str], field: str, special_tokens: bool = True) -> list[list[int]]:
@@ -227,13 +228,18 @@ class Exchange:
     def __init__(
         self, frontend: Frontend, choices: list[Choice], answer: Answer, logprobs: bool, timeout_s: float
     ) -> None:
+        """timeout_s: 0 for no limit."""
         self.frontend, self.choices, self.answer, self.logprobs = frontend, choices, answer, logprobs
-        self.deadline = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
+        self.filled = choices[0].stream.filled  # of all of them
+        loop = asyncio.get_running_loop()
+        self.timer = loop.call_later(timeout_s, self.cancel, "timeout") if timeout_s else None
 
-    def cancel(self) -> None:
+    def cancel(self, reason: str = "abort") -> None:
         """Abort what is still open; readers see it end. Idempotent."""
+        if self.timer:
+            self.timer.cancel()
         for choice in self.choices:
-            self.frontend.abort(choice.stream)
+            self.frontend.abort(choice.stream, reason)
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer."""
@@ -272,23 +278,21 @@ class Exchange:
 
     async def _deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
         """What arrives, choice by choice, until all have finished. Raises ApiError for an end that is no answer."""
-        waiting = {asyncio.ensure_future(c.stream.next()): c for c in self.choices}
+        waiting = list(self.choices)
         try:
             while waiting:
-                left = None if self.deadline is None else self.deadline - asyncio.get_running_loop().time()
-                done, _ = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    raise ApiError(504, "the request took longer than --request-timeout allows")
-                for task in done:
-                    choice, delta = waiting.pop(task), task.result()
-                    if delta.finish and delta.finish.reason in ("error", "abort"):
-                        raise ApiError(503, delta.finish.error or "the request was aborted")
+                await self.filled.wait()
+                self.filled.clear()
+                for choice in [c for c in waiting if c.stream.pending]:
+                    delta = choice.stream.take()
+                    if delta.finish:
+                        waiting.remove(choice)
+                        if delta.finish.reason == "timeout":
+                            raise ApiError(504, "the request took longer than --request-timeout allows")
+                        if delta.finish.reason in ("error", "abort"):
+                            raise ApiError(503, delta.finish.error or "the request was aborted")
                     yield choice, delta
-                    if not delta.finish:
-                        waiting[asyncio.ensure_future(choice.stream.next())] = choice
         finally:
-            for task in waiting:
-                task.cancel()
             if self.frontend.tracer:
                 self.frontend.tracer.emit("Server", "response", self.choices[0].stream.rid)
 
@@ -323,15 +327,6 @@ class Exchange:
 
 def _event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
-
-
-async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    try:
-        yield first
-        async for event in rest:
-            yield event
-    finally:
-        await rest.aclose()  # type: ignore[attr-defined]
 
 
 async def _api_error(request: Request, error: Any) -> Response:

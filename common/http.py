@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -81,6 +81,16 @@ async def when_gone(request: Request, then: Callable[[], None]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     then()
+
+
+async def chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    """first and then the rest, which is closed whatever happens."""
+    try:
+        yield first
+        async for part in rest:
+            yield part
+    finally:
+        await rest.aclose()
 
 
 def body_schema(model: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from common import api, cli
 from common.harness import save_result
+from common.load_http import BrokenAnswer, LoadClient
 from common.load_result import Exchange, LoadResult, outcome, print_result
 from common.worker import jobs_of
 from common.workloads import BUILDERS, Workload, encode_texts, get
@@ -94,30 +95,23 @@ async def run(
     url = api.base_url(url)
     options.check(url, workload)
     exchanges = _exchanges(workload, options.model)
-    # No request waits for a connection of another one; the timeouts are those of the options.
-    client = httpx.AsyncClient(
-        base_url=url,
-        headers=api.headers(options.api_key),
-        http1=True,
-        http2=False,
-        timeout=None,
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=api.IDLE_S),
-        trust_env=not api.is_loopback(url),  # a proxy must not get between
-    )
-    async with client:
-        start = time.perf_counter()
+    start = time.perf_counter()
 
-        def clock() -> float:
-            return time.perf_counter() - start
+    def clock() -> float:
+        return time.perf_counter() - start
 
-        sender = _Sender(client, clock, options.timeout_s, on_end)
-        if options.concurrency is None:
-            jobs = [sender.send_when_due(x) for x in exchanges]
-        else:
-            rest = iter(exchanges)
-            jobs = [sender.send_in_turn(rest) for _ in range(options.concurrency)]
+    client = LoadClient(url, "/v1/completions", api.headers(options.api_key), clock, api.IDLE_S)
+    sender = _Sender(client, clock, options.timeout_s, on_end)
+    if options.concurrency is None:
+        jobs = [sender.send_when_due(x) for x in exchanges]
+    else:
+        rest = iter(exchanges)
+        jobs = [sender.send_in_turn(rest) for _ in range(options.concurrency)]
+    try:
         await _within(jobs, options.total_timeout_s)
-        end = clock()
+    finally:
+        client.close()
+    end = clock()
     for x in exchanges:
         if x.ended_s is None:
             x.ended_s = end
@@ -159,7 +153,7 @@ async def _within(jobs: list[Coroutine[Any, Any, None]], timeout_s: float) -> No
 
 @dataclass(frozen=True)
 class _Sender:
-    client: httpx.AsyncClient
+    client: LoadClient
     clock: Clock
     timeout_s: float
     on_end: Callable[[], None] | None
@@ -177,18 +171,13 @@ class _Sender:
     async def _send(self, x: Exchange) -> None:
         x.sent_s = self.clock()
         try:
-            async with (
-                asyncio.timeout(self.timeout_s),
-                self.client.stream("POST", "/v1/completions", content=x.body) as response,
-            ):
-                x.status = response.status_code
-                async for part in response.aiter_raw():
-                    x.received.append((self.clock(), part))
+            async with asyncio.timeout(self.timeout_s):
+                await self.client.post(x)
         except TimeoutError:
             x.error = f"no complete answer within {self.timeout_s:g} s"
-        except httpx.HTTPError as error:
+        except (OSError, BrokenAnswer) as error:
             what = "the stream broke" if x.status is not None else "no answer"
-            x.error = f"{what} ({type(error).__name__})"
+            x.error = f"{what} ({cli.one_line(error) or type(error).__name__})"
         x.ended_s = self.clock()
         if self.on_end:
             self.on_end()

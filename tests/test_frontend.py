@@ -58,6 +58,17 @@ async def tell(frontend: Any, *messages: Any) -> None:
     await asyncio.sleep(0)
 
 
+def submit(frontend: Any, ids: list[int], params: Any, max_tokens: int) -> Any:
+    return frontend.submit(ids, params, max_tokens, asyncio.Event())
+
+
+async def read(stream: Any) -> Any:
+    """Wait as a reader does, and take what is there."""
+    await stream.filled.wait()
+    stream.filled.clear()
+    return stream.take()
+
+
 def consistent(frontend: Any) -> None:
     streams = frontend.streams
     assert frontend._waiting == sum(not stream.started for stream in streams.values())
@@ -117,16 +128,16 @@ def test_nothing_is_lost_between_many_threads(m: SimpleNamespace) -> None:
 def test_a_request_lives_from_submit_to_its_finish(m: SimpleNamespace) -> None:
     async def body(frontend: Any) -> None:
         params = m.SamplingParams(max_tokens=3)
-        stream = frontend.submit([5, 6], params, 3)
+        stream = submit(frontend, [5, 6], params, 3)
         assert frontend.channel.to_engine.take() == [m.Submit(stream.rid, [5, 6], params, 3)]
         consistent(frontend)
         ids = ids_of(m, "the cat is")
         await tell(frontend, m.TokensOut(stream.rid, ids[:1]))
-        first = await stream.next()
+        first = await read(stream)
         consistent(frontend)
         counters = {"cached_tokens": 1}
         await tell(frontend, m.TokensOut(stream.rid, ids[1:], m.Finish("length"), counters=counters))
-        last = await stream.next()
+        last = await read(stream)
         assert first.text + last.text == "the cat is"
         assert (first.ids + last.ids, first.finish, last.finish) == (ids, None, m.Finish("length"))
         assert (stream.output_tokens, stream.count("cached_tokens")) == (len(ids), 1)
@@ -141,12 +152,12 @@ def test_a_request_lives_from_submit_to_its_finish(m: SimpleNamespace) -> None:
 def test_what_came_before_its_reader_is_one_delta(m: SimpleNamespace) -> None:
     async def body(frontend: Any) -> None:
         ids = ids_of(m, "什么 😀")
-        stream = frontend.submit([5], m.SamplingParams(), 9)
+        stream = submit(frontend, [5], m.SamplingParams(), 9)
         details = [{"token_id": t, "logprob": -1.0, "top": {}} for t in ids]
         outs = [m.TokensOut(stream.rid, [t], logprobs=[d]) for t, d in zip(ids, details, strict=True)]
         outs[-1].finish = m.Finish("length")
         await tell(frontend, *outs)
-        delta = await stream.next()
+        delta = await read(stream)
         assert (delta.text, delta.ids, delta.logprobs, delta.finish) == ("什么 😀", ids, details, m.Finish("length"))
 
     with_frontend(m, body)
@@ -160,19 +171,19 @@ def test_the_end_decides_which_text_counts(m: SimpleNamespace, reason: str, cut:
 
     async def body(frontend: Any) -> None:
         *ids, last = ids_of(m, "the cat a")
-        stream = frontend.submit([5], m.SamplingParams(stop=("cat a",) if cut else ()), 9)
+        stream = submit(frontend, [5], m.SamplingParams(stop=("cat a",) if cut else ()), 9)
         await tell(frontend, m.TokensOut(stream.rid, ids))
-        text = (await stream.next()).text
+        text = (await read(stream)).text
         await tell(frontend, m.TokensOut(stream.rid, [last], m.Finish(reason, cut)))
-        assert text + (await stream.next()).text == want
+        assert text + (await read(stream)).text == want
 
     with_frontend(m, body)
 
 
 def test_an_aborted_request_is_forgotten_and_its_reader_told(m: SimpleNamespace) -> None:
     async def body(frontend: Any) -> None:
-        stream = frontend.submit([5], m.SamplingParams(), 9)
-        reader = asyncio.create_task(stream.next())
+        stream = submit(frontend, [5], m.SamplingParams(), 9)
+        reader = asyncio.create_task(read(stream))
         await asyncio.sleep(0)
         frontend.abort(stream)
         frontend.abort(stream)
@@ -188,7 +199,7 @@ def test_an_aborted_request_is_forgotten_and_its_reader_told(m: SimpleNamespace)
 
 def test_a_queue_has_room_for_so_many_without_a_token(m: SimpleNamespace) -> None:
     async def body(frontend: Any) -> None:
-        streams = [frontend.submit([5], m.SamplingParams(), 9) for _ in range(3)]
+        streams = [submit(frontend, [5], m.SamplingParams(), 9) for _ in range(3)]
         assert not frontend.room(1)
         await tell(frontend, m.TokensOut(streams[0].rid, [5]))
         assert frontend.room(1)
@@ -216,7 +227,7 @@ def test_whatever_happens_the_books_agree(m: SimpleNamespace, operations: list[s
         every: list[Any] = []
         for operation in operations:
             if operation == "submit":
-                every.append(frontend.submit([5], m.SamplingParams(), 9))
+                every.append(submit(frontend, [5], m.SamplingParams(), 9))
             elif operation == "fail":
                 frontend.fail_all("it broke")
             elif every:
@@ -231,7 +242,7 @@ def test_whatever_happens_the_books_agree(m: SimpleNamespace, operations: list[s
         frontend.fail_all("the end")
         consistent(frontend)
         for stream in every:  # each reader sees exactly one end
-            delta = await asyncio.wait_for(stream.next(), 5)
+            delta = await asyncio.wait_for(read(stream), 5)
             assert delta.finish
             assert not stream.filled.is_set()
         assert frontend.streams == {}
@@ -244,10 +255,10 @@ def test_whatever_happens_the_books_agree(m: SimpleNamespace, operations: list[s
 
 def test_a_dead_engine_ends_everything_with_its_words(m: SimpleNamespace, name: str) -> None:
     async def body(frontend: Any) -> None:
-        streams = [frontend.submit([5], m.SamplingParams(), 9) for _ in range(2)]
+        streams = [submit(frontend, [5], m.SamplingParams(), 9) for _ in range(2)]
         await tell(frontend, m.Fatal("RuntimeError: boom"))
         for stream in streams:
-            finish = (await asyncio.wait_for(stream.next(), 5)).finish
+            finish = (await asyncio.wait_for(read(stream), 5)).finish
             assert (finish.reason, "boom" in finish.error) == ("error", True)
         consistent(frontend)
         assert frontend.dead.is_set()
