@@ -60,7 +60,7 @@ class Engine:
             self.kv,
             self.checkpoint.eos_ids,
             max_running=self.kv.num_pages,
-            max_batch_tokens=config.max_batch_tokens or (96 if self.device.type == "cpu" else 2048),
+            max_batch_tokens=self._token_budget(),
             static=config.scheduler == "static",
             tracer=tracer,
         )
@@ -121,6 +121,10 @@ class Engine:
             print(f"max_running lowered from {wanted} to {pages}: kv_memory holds no more", file=sys.stderr)
         like = torch.empty(0, device=self.device, dtype=self.dtype)
         return KVCache(config.layers, pages, length, model.kv_heads, config.head_dim, like)
+
+    def _token_budget(self) -> int:
+        """Tokens of one step at most."""
+        return self.config.max_batch_tokens or (96 if self.device.type == "cpu" else 2048)
 
     def _run(self, batch: Batch) -> tuple[list[list[int]], list[list[dict[str, Any]]]]:
         """One forward and its draws: per item of the batch its tokens and, if it wants them, their logprobs."""

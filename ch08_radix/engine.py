@@ -54,11 +54,7 @@ class Engine:
         model = self._load_model()
         self.kv = self._build_cache(model)
         self.limits = replace(self.limits, kv_tokens=self.kv.num_pages * self.kv.page_size)
-        backend = choose_backend(self.kv, native=config.native == "auto", wanted=config.attention_backend)
-        self.runner = ModelRunner(model, self.kv, backend, self.device, tracer)
-        if config.cuda_graph and isinstance(backend, TritonBackend):
-            width = -(-self.limits.max_model_len // config.page_size)
-            self.runner.graphs = DecodeGraphs(self.runner.forward_eager, config.max_running, width, self.device)
+        self.runner = self._build_runner(model, self.kv, tracer)
         self.sampler = Sampler(config.seed, model.ops.argmax)
         self.scheduler = Scheduler(
             self.kv,
@@ -106,15 +102,11 @@ class Engine:
         pages, size = self.kv.ledger(), self.kv.page_size
         used = self.kv.used(self.scheduler.running)
         memory = {"kv_total": pages["total"] * size, "kv_used": used, "kv_cached": pages["cached"] * size}
-        return (
-            self.counters
-            | queues
-            | memory
-            | {
-                "preemptions": self.scheduler.preemptions,
-                "prefix_hit_tokens": self.scheduler.hit_tokens,
-            }
-        )
+        events = {
+            "preemptions": self.scheduler.preemptions,
+            "prefix_hit_tokens": self.scheduler.hit_tokens,
+        }
+        return self.counters | queues | memory | events
 
     def close(self) -> None:
         """Give up what the engine holds; it can take no further step."""
@@ -159,6 +151,15 @@ class Engine:
         backend = choose_backend(kv, native=self.config.native == "auto", wanted=self.config.attention_backend)
         runner = ModelRunner(model, kv, backend, self.device)
         runner.forward(runner.prepare(Batch([ScheduledReq(req, extend) for req in reqs])))
+
+    def _build_runner(self, model: Decoder, kv: KVCache, tracer: Tracer | None) -> ModelRunner:
+        config = self.config
+        backend = choose_backend(kv, native=config.native == "auto", wanted=config.attention_backend)
+        runner = ModelRunner(model, kv, backend, self.device, tracer)
+        if config.cuda_graph and isinstance(backend, TritonBackend):
+            width = -(-self.limits.max_model_len // config.page_size)
+            runner.graphs = DecodeGraphs(runner.forward_eager, config.max_running, width, self.device)
+        return runner
 
     def _token_budget(self) -> int:
         """Tokens of one step at most."""

@@ -62,12 +62,7 @@ class Engine:
             self.group.close(grace_s=0)
             raise
         self.limits = replace(self.limits, kv_tokens=self.kv.num_pages * self.kv.page_size)
-        backend = choose_backend(self.kv, native=config.native == "auto", wanted=config.attention_backend)
-        self.runner = ModelRunner(model, self.kv, backend, self.device, tracer)
-        self.runner.group = self.group
-        if config.cuda_graph and isinstance(backend, TritonBackend):
-            width = -(-self.limits.max_model_len // config.page_size)
-            self.runner.graphs = DecodeGraphs(self.runner.forward_eager, config.max_running, width, self.device)
+        self.runner = self._build_runner(model, self.kv, tracer)
         self.sampler = Sampler(config.seed, model.ops.argmax)
         self.scheduler = Scheduler(
             self.kv,
@@ -117,16 +112,12 @@ class Engine:
         pages, size = self.kv.ledger(), self.kv.page_size
         used = self.kv.used(self.scheduler.running)
         memory = {"kv_total": pages["total"] * size, "kv_used": used, "kv_cached": pages["cached"] * size}
-        return (
-            self.counters
-            | queues
-            | memory
-            | {
-                "preemptions": self.scheduler.preemptions,
-                "prefix_hit_tokens": self.scheduler.hit_tokens,
-                "allreduce_bytes": self.group.bytes,
-            }
-        )
+        events = {
+            "preemptions": self.scheduler.preemptions,
+            "prefix_hit_tokens": self.scheduler.hit_tokens,
+            "allreduce_bytes": self.group.bytes,
+        }
+        return self.counters | queues | memory | events
 
     def close(self) -> None:
         """Give up what the engine holds, the other ranks above all; it can take no further step."""
@@ -178,6 +169,16 @@ class Engine:
         backend = choose_backend(kv, native=self.config.native == "auto", wanted=self.config.attention_backend)
         runner = ModelRunner(model, kv, backend, self.device)
         runner.forward(runner.prepare(Batch([ScheduledReq(req, extend) for req in reqs])))
+
+    def _build_runner(self, model: Decoder, kv: KVCache, tracer: Tracer | None) -> ModelRunner:
+        config = self.config
+        backend = choose_backend(kv, native=config.native == "auto", wanted=config.attention_backend)
+        runner = ModelRunner(model, kv, backend, self.device, tracer)
+        runner.group = self.group
+        if config.cuda_graph and isinstance(backend, TritonBackend):
+            width = -(-self.limits.max_model_len // config.page_size)
+            runner.graphs = DecodeGraphs(runner.forward_eager, config.max_running, width, self.device)
+        return runner
 
     def _token_budget(self) -> int:
         """Tokens of one step at most."""

@@ -75,13 +75,13 @@ class Engine:
             self.group.close(grace_s=0)
             raise
         self.limits = replace(self.limits, kv_tokens=self.kv.num_pages * self.kv.page_size)
-        self.runner = self._build_runner(model, self.kv, self.group, tracer)
+        self.runner = self._build_runner(model, self.kv, tracer, self.group)
         self.sampler = Sampler(config.seed, model.ops.argmax)
         budget = self._token_budget()
         proposer: Proposer | None = NgramProposer() if config.speculative == "ngram" else None
         if draft and self.draft_checkpoint:
             proposer = DraftProposer(
-                self._build_runner(draft, draft_kv[0], ALONE),
+                self._build_runner(draft, draft_kv[0], None, ALONE),
                 self.sampler,
                 max_len=_context(self.draft_checkpoint),
                 budget=budget,
@@ -138,18 +138,14 @@ class Engine:
         pages, size = self.kv.ledger(), self.kv.page_size
         used = self.kv.used(self.scheduler.running)
         memory = {"kv_total": pages["total"] * size, "kv_used": used, "kv_cached": pages["cached"] * size}
-        return (
-            self.counters
-            | queues
-            | memory
-            | {
-                "preemptions": self.scheduler.preemptions,
-                "prefix_hit_tokens": self.scheduler.hit_tokens,
-                "draft_tokens": self.scheduler.draft_tokens,
-                "accepted_tokens": self.scheduler.accepted_tokens,
-                "allreduce_bytes": self.group.bytes,
-            }
-        )
+        events = {
+            "preemptions": self.scheduler.preemptions,
+            "prefix_hit_tokens": self.scheduler.hit_tokens,
+            "draft_tokens": self.scheduler.draft_tokens,
+            "accepted_tokens": self.scheduler.accepted_tokens,
+            "allreduce_bytes": self.group.bytes,
+        }
+        return self.counters | queues | memory | events
 
     def close(self) -> None:
         """Give up what the engine holds, the other ranks above all; it can take no further step."""
@@ -208,18 +204,19 @@ class Engine:
         runner = ModelRunner(model, kv, backend, self.device)
         runner.forward(runner.prepare(Batch([ScheduledReq(req, extend, [0] * guesses) for req in reqs])))
 
+    def _build_runner(self, model: Decoder, kv: KVCache, tracer: Tracer | None, group: Group) -> ModelRunner:
+        config = self.config
+        backend = choose_backend(kv, native=config.native == "auto", wanted=config.attention_backend)
+        runner = ModelRunner(model, kv, backend, self.device, tracer)
+        runner.group = group
+        if config.cuda_graph and isinstance(backend, TritonBackend):
+            width = -(-self.limits.max_model_len // config.page_size)
+            runner.graphs = DecodeGraphs(runner.forward_eager, config.max_running, width, self.device)
+        return runner
+
     def _token_budget(self) -> int:
         """Tokens of one step at most."""
         return self.config.max_batch_tokens or (96 if self.device.type == "cpu" else 2048)
-
-    def _build_runner(self, model: Decoder, kv: KVCache, group: Group, tracer: Tracer | None = None) -> ModelRunner:
-        backend = choose_backend(kv, native=self.config.native == "auto", wanted=self.config.attention_backend)
-        runner = ModelRunner(model, kv, backend, self.device, tracer)
-        runner.group = group
-        if self.config.cuda_graph and isinstance(backend, TritonBackend):
-            width = -(-self.limits.max_model_len // self.config.page_size)
-            runner.graphs = DecodeGraphs(runner.forward_eager, self.config.max_running, width, self.device)
-        return runner
 
     def _run(self, batch: Batch) -> tuple[list[list[int]], list[list[dict[str, Any]]]]:
         """One forward and its draws: per item of the batch its tokens and, if it wants them, their logprobs.

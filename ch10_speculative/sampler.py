@@ -207,9 +207,8 @@ def verified(p: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     u = torch.tensor([uniform(row.seed, row.position, ACCEPT) for row in drafted], dtype=torch.float64)[:, None]
     keep = u.to(p.device) * q.gather(1, draft) < target.gather(1, draft)
     rest = (target - q).clamp(min=0.0)
-    rest = torch.where(
-        rest.sum(-1, keepdim=True) > 0, rest, target
-    )  # of equal distributions rounding may leave nothing
+    nothing = rest.sum(-1, keepdim=True) == 0  # equal distributions, and rounding
+    rest = torch.where(nothing, target, rest)
     p[some] = torch.where(keep, torch.zeros_like(q).scatter_(1, draft, 1.0), rest)
     return p
 
