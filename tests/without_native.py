@@ -27,7 +27,7 @@ def _switch_off(config_class: Any) -> None:
     check = config_class.__post_init__
 
     def post_init(self: Any) -> None:
-        self.native = "off"
         check(self)
+        self.native = "off"
 
     config_class.__post_init__ = post_init
