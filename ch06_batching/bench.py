@@ -144,7 +144,7 @@ def _peers(bench: Experiment, runs: dict[str, list[RunResult]]) -> None:
         rows.append([name, len(runs[name][0].requests), f"{speed['median']:.0f}", f"{times:.2f}"])
     bench.data["tables"]["peers"] = table(
         ["engine", "requests", "output tok/s", "ch06 is faster by"],
-        ["引擎", "请求数", "输出 tok/s", "ch06 的倍数"],
+        ["引擎", "请求数", "输出 tok/s", "ch06 是它的几倍"],
         rows,
     )
     print(f"output tokens/s, ch06 / {static}: {against['median']:.2f} ({against['min']:.2f}–{against['max']:.2f})")

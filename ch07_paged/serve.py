@@ -130,6 +130,8 @@ def serve(config: EngineConfig, http: HttpThread, tracer: Tracer | None = None) 
         raise error
     if http.error:
         raise http.error
+    if error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
     return 1 if error else 0
 
 

@@ -17,6 +17,7 @@ from common.workloads import Workload
 
 Summary = dict[str, dict[str, dict[str, dict[str, float]]]]  # workload -> engine -> metric -> median and spread
 RATIOS = ("output_tok_s", "total_s", "ttft_s", "tpot_s")
+TITLES_ZH = {"output tok/s": "输出 tok/s", "total": "总时间"}
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,9 @@ def against(found: dict[str, Any], rows: Sequence[Entry]) -> dict[str, Any] | No
         return None
     titles = [METRICS[key].title.split()[0] if key.endswith("pot_s") else METRICS[key].title for key in RATIOS]
     titles = [title.removesuffix(" s").removesuffix(" ms") for title in titles]
-    return table(["workload", "ratio of", *titles], ["负载", "比值", *titles], lines)
+    return table(
+        ["workload", "ratio of", *titles], ["负载", "相比的双方", *(TITLES_ZH.get(t, t) for t in titles)], lines
+    )
 
 
 def figure(

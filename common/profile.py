@@ -46,6 +46,9 @@ NAMES_ZH = {
 }  # fmt: skip
 
 
+KINDS_ZH = {"decode": "解码", "with prompts": "含提示词"}
+
+
 class Floor:
     """What a step needs at least on this machine: bytes over the measured bandwidth or operations over the measured
     product rate, whichever takes longer."""
@@ -171,7 +174,13 @@ def report(data: dict[str, Any]) -> dict[str, Any]:
         title = f"{found['steps']:,} steps, {found['rows']:.1f} rows"
         tables[kind.replace(" ", "_")] = table(
             [f"{kind}: {title}", "ms", "share", "floor ms", "times the floor"],
-            [f"{kind}: {title}", "ms", "占比", "下限 ms", "下限的倍数"],
+            [
+                f"{KINDS_ZH[kind]}：{found['steps']:,} 步，平均 {found['rows']:.1f} 行",
+                "ms",
+                "占比",
+                "下限 ms",
+                "下限的倍数",
+            ],
             rows,
             rows_zh=[[NAMES_ZH[row[0]], *row[1:]] for row in rows],
         )
