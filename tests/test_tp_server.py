@@ -105,6 +105,7 @@ def test_a_killed_rank_fails_what_is_open_and_ends_the_server(two: Server, rank:
         assert time.monotonic() - killed < NOTICED_S
     gone(everyone, NOTICED_S - (time.monotonic() - killed))
     assert two.stop() == 1
+    assert f"error: rank {rank} ended with signal SIGKILL" in two.log
 
 
 def ends_with_an_error(client: httpx.Client, begun: threading.Event) -> bool:
