@@ -64,6 +64,8 @@ class SamplingParams:
 
 
 class ReqState(enum.Enum):
+    """Where a request is in its life; TRANSITIONS says where it may go from there."""
+
     WAITING = "WAITING"  # in the waiting queue; owns no execution resources
     PREFILL = "PREFILL"  # running; its token_ids are not all computed
     DECODE = "DECODE"  # running; one forward per further token

@@ -19,6 +19,15 @@ from . import LLM, SamplingParams
 
 OUTPUTS = (3, 8, 2, 10, 4, 6, 5, 7)  # tokens of the eight requests of the picture
 ROWS = 16  # of a static batch
+ZH = {
+    "one at a time": "逐个处理",
+    "static batches of ": "静态批次，每批 ",
+    "continuous batching": "连续批处理",
+    "continuous, ": "连续批处理，",
+    " places": " 个位置",
+    " (default)": "（默认）",
+    "transformers, ": "transformers，",
+}
 
 
 def main() -> int:
@@ -59,6 +68,7 @@ def _example(bench: Experiment) -> None:
         ["mode", "steps", "share of the places used"],
         ["方式", "步数", "位置利用率"],
         [[name, run.steps, f"{run.occupancy:.1%}"] for name, run in zip(modes, runs, strict=True)],
+        words=ZH,
     )
     if path := bench.figure("ch06_gantt.png"):
         gantt.draw(runs, path)
@@ -128,6 +138,7 @@ def _modes(bench: Experiment, runs: dict[str, list[RunResult]], places: dict[str
         ["mode", "steps", "rows that gave a token", "output tok/s", "TTFT p50 ms", "TTFT p90 ms", "TTFT max ms"],
         ["方式", "步数", "产出 token 的行", "输出 tok/s", "TTFT p50 ms", "TTFT p90 ms", "TTFT 最大 ms"],
         rows,
+        words=ZH,
     )
 
 
@@ -146,6 +157,7 @@ def _peers(bench: Experiment, runs: dict[str, list[RunResult]]) -> None:
         ["engine", "requests", "output tok/s", "ch06 is faster by"],
         ["引擎", "请求数", "输出 tok/s", "ch06 是它的几倍"],
         rows,
+        words=ZH,
     )
     print(f"output tokens/s, ch06 / {static}: {against['median']:.2f} ({against['min']:.2f}–{against['max']:.2f})")
 

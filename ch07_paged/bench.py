@@ -12,6 +12,7 @@ from common.harness import Worker, interleave, parent_of, ratio, summarise
 from common.workloads import Request, Workload, get
 
 SLOTS = 8  # the budget: this many requests of full length
+ZH = {"pages": "页", "slots": "槽位", ", TPOT": "，TPOT", ", output": "，输出"}
 
 
 def main() -> int:
@@ -73,6 +74,7 @@ def _pressure(bench: Experiment, parent: str) -> None:
         ["workload", "cache", "requests at once", "output tok/s"],
         ["负载", "缓存", "同时运行的请求", "输出 tok/s"],
         rows,
+        words=ZH,
     )
     _utilisation(bench, parent)
 
@@ -111,6 +113,7 @@ def _utilisation(bench: Experiment, parent: str) -> None:
         ["cache", "pool in use while requests wait (median)", "unused positions per request (mean)", "at most"],
         ["缓存", "有请求等待时内存池的利用率（中位数）", "每个请求未用的位置（平均）", "最多"],
         rows,
+        words=ZH,
     )
     if path := bench.figure("ch07_utilisation.png"):
         plots.line_figure(
@@ -133,7 +136,10 @@ def _indirection(bench: Experiment, parent: str) -> None:
             unit = "TPOT ms" if key == "tpot_s" else "output tok/s"
             rows.append([f"{name}, {unit}", *shown, f"{found['median']:.3f} ({found['min']:.3f}–{found['max']:.3f})"])
     bench.data["tables"]["indirection"] = table(
-        ["no memory pressure", "ch06", "ch07", "ratio (range)"], ["内存充足时", "ch06", "ch07", "比值（范围）"], rows
+        ["no memory pressure", "ch06", "ch07", "ratio (range)"],
+        ["内存充足时", "ch06", "ch07", "比值（范围）"],
+        rows,
+        words=ZH,
     )
 
 

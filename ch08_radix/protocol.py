@@ -61,6 +61,8 @@ TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(fail_
 
 
 class StreamOptions(BaseModel):
+    """What a stream carries besides its tokens: with ``include_usage`` a last chunk that counts them."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
 
@@ -102,6 +104,8 @@ class Call(BaseModel):
 
 
 class CompletionCall(Call):
+    """The body of /v1/completions: one prompt or several, each as text or as token ids."""
+
     prompt: (
         Text
         | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_PROMPTS)]
@@ -122,12 +126,16 @@ class CompletionCall(Call):
 
 
 class TextPart(BaseModel):
+    """One part of a message in OpenAI's list form; only text is understood."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text"]
     text: Text
 
 
 class ChatMessage(BaseModel):
+    """One message of a conversation, as the model's chat template gets it."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -141,6 +149,8 @@ class ChatMessage(BaseModel):
 
 
 class ChatCall(Call):
+    """The body of /v1/chat/completions: a conversation, and the fields that only chats have."""
+
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

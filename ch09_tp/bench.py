@@ -98,22 +98,11 @@ def _scaling(bench: Experiment) -> None:
         ["step", "tp 1, ms", "tp 2 gloo, ms", "tp 2 shared memory, ms", "gloo, ×", "shared memory, ×"],
         ["每步", "tp 1，ms", "tp 2 gloo，ms", "tp 2 共享内存，ms", "gloo，×", "共享内存，×"],
         rows,
-        rows_zh=chinese(rows),
+        words=ZH,
     )
     if path := bench.figure("ch09_scaling.png"):
         title = "Speed of two ranks against one, one core each"
         plots.bar_figure(gains, path, title=title, xlabel="×", number=".2f", floor=1.0, floor_name="one rank")
-
-
-def chinese(rows: list[list[Any]]) -> list[list[Any]]:
-    """The words of the first two columns in Chinese."""
-
-    def translate(cell: Any) -> Any:
-        for word, zh in ZH.items():
-            cell = cell.replace(word, zh) if isinstance(cell, str) else cell
-        return cell
-
-    return [[*map(translate, row[:2]), *row[2:]] for row in rows]
 
 
 # ---- what the ranks say to each other -------------------------------------------------------------------------------
@@ -156,7 +145,7 @@ def _communication(bench: Experiment) -> None:
         ["step", "way", "all-reduce", "gather", "broadcast", "MB all-reduced per step"],
         ["每步", "方式", "all-reduce", "gather", "broadcast", "每步 all-reduce 的 MB"],
         rows,
-        rows_zh=chinese(rows),
+        words=ZH,
     )
 
 
@@ -341,7 +330,7 @@ def _projection(bench: Experiment) -> None:
         ["step", "link", "tp 1, ms", "tp 2, ×", "tp 4, ×", "tp 8, ×"],
         ["每步", "互联", "tp 1，ms", "tp 2，×", "tp 4，×", "tp 8，×"],
         rows,
-        rows_zh=chinese(rows),
+        words=ZH,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,10 +99,15 @@ def milliseconds(seconds: float) -> str:
 
 
 def table(
-    columns: Sequence[str], columns_zh: Sequence[str], rows: Sequence[Sequence[Any]], **more: Any
+    columns: Sequence[str],
+    columns_zh: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    words: Mapping[str, str] | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
     """A table as result files hold it (common.report), printed on the way, as wide as it needs where nobody's terminal
-    sets a limit."""
+    sets a limit. `words` puts the first two columns of its Chinese twin into Chinese."""
     from rich.console import Console
     from rich.table import Table
 
@@ -111,4 +116,11 @@ def table(
     for row in cells:
         shown.add_row(*row)
     (Console() if sys.stdout.isatty() else Console(width=200)).print(shown)
-    return {"columns": list(columns), "columns_zh": list(columns_zh), "rows": cells, **more}
+    twin = {"rows_zh": [[*(_translate(cell, words) for cell in row[:2]), *row[2:]] for row in cells]} if words else {}
+    return {"columns": list(columns), "columns_zh": list(columns_zh), "rows": cells, **twin, **more}
+
+
+def _translate(cell: str, words: Mapping[str, str]) -> str:
+    for word, chinese in words.items():
+        cell = cell.replace(word, chinese)
+    return cell
