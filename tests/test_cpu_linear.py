@@ -158,17 +158,28 @@ def test_lazy_zeros_are_zeros_that_can_be_written(shape):
     assert (zeros == 1).all() and not module.lazy_zeros(shape, torch.bfloat16).any()
 
 
-def test_lazy_zeros_take_no_memory_before_they_are_written():
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
+def resident() -> int:
+    """Bytes of memory that this process has."""
     if not Path("/proc/self/statm").exists():
         pytest.skip("no /proc here")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_lazy_zeros_take_no_memory_before_they_are_written():
     before = resident()
     zeros = module.lazy_zeros((2**30,), torch.uint8)
     assert resident() - before < 2**26
     zeros[: 2**27] = 1
     assert resident() - before >= 2**27
+
+
+def test_a_token_in_each_layer_of_a_kv_cache_takes_little_memory():
+    """With huge pages its step would wait for 2 MiB per layer to be cleared."""
+    layers, token = 64, 384
+    zeros = module.lazy_zeros((layers, 2**23), torch.uint8)
+    before = resident()
+    zeros[:, :token] = 1
+    assert resident() - before < layers * 2**17
 
 
 def test_the_result_is_fresh_memory(way):

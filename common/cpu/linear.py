@@ -52,7 +52,7 @@ def panel_linear(weight: torch.Tensor, bias: torch.Tensor | None, columns: int, 
     """By the compiled operator: weight[out, in] becomes [panels, words, columns, word], the last panel filled with zeros."""
     out, inner = weight.shape
     panels = -(-out // columns)
-    packed = lazy_zeros((panels, inner // word, columns, word), weight.dtype)
+    packed = lazy_zeros((panels, inner // word, columns, word), weight.dtype, huge_pages=True)
     whole = out // columns
     # A word moves as one element: bfloat16 in pairs are int32.
     words = weight.contiguous().view(torch.int32)
@@ -105,10 +105,12 @@ def has_native_bf16() -> bool:
     return any(check() for check in (getattr(torch.cpu, name, None) for name in checks) if check)
 
 
-def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, huge_pages: bool = False) -> torch.Tensor:
     """Zeros on the CPU whose memory is taken when it is first written; torch.zeros writes all of it.
 
-    Taken in huge pages where the system has them: the first touch of a page is what a small write costs most.
+    huge_pages: for what is written once, whole, and read all the time, like weights. A KV cache is better without: it
+    is one region per layer, all of which grow together, so that the step that crosses into the next huge page would
+    have the system clear 2 MiB for the keys and the values of each layer at once, 120 MiB with SmolLM2.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE_PAGE:
@@ -116,5 +118,5 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
