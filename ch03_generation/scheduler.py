@@ -1,4 +1,4 @@
-"""Decides which request runs in the next step and what the token it gains means."""
+"""Decides which requests run in the next step and what the tokens they gain mean."""
 
 from __future__ import annotations
 

@@ -52,9 +52,9 @@ class Engine:
         torch.set_num_threads(config.threads or _cores())
         model = self._load_model()
         self.kv = self._build_cache(model)
-        self.limits = replace(self.limits, kv_tokens=self.kv.num_pages * self.kv.page_size)
         backend = choose_backend(self.kv, native=config.native == "auto")
         self.runner = ModelRunner(model, self.kv, backend, self.device, tracer)
+        self.limits = replace(self.limits, kv_tokens=self.kv.num_pages * self.kv.page_size)
         self.sampler = Sampler(config.seed, model.ops.argmax)
         self.scheduler = Scheduler(
             self.kv,

@@ -1,7 +1,7 @@
 """The interface side of a server: streams of open requests, and the channel to the engine.
 
-Two threads: the engine runs in the main thread and is the only one that ever runs torch, asyncio runs in another. They
-share nothing but the two mailboxes of a Channel, so that a process boundary could stand in its place.
+The engine alone runs torch, and asyncio has a thread of its own. They share nothing but the two mailboxes of a Channel,
+so that a process boundary can stand in its place.
 """
 
 from __future__ import annotations

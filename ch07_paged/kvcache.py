@@ -32,7 +32,7 @@ class KVCache:
         )
         self._free = list(range(pages - 1, -1, -1))
         self._owned = 0
-        self._is_owned = [False] * pages  # finds pages that are lost, doubled or freed twice
+        self._is_owned = [False] * pages  # finds pages that are taken or freed twice
 
     def pages_needed(self, req: Req, n: int) -> int:
         """Pages to take from the pool before n more tokens after req.cached_len have a place."""
@@ -122,5 +122,5 @@ def pages_for(wanted: int, budget: int | None, page_bytes: int) -> int:
     """Pages that fit into budget bytes (None: as many as wanted); ValueError if not even one does."""
     fit = wanted if budget is None else min(wanted, budget // page_bytes)
     if fit < 1:
-        raise ValueError(f"kv_memory {budget} bytes is less than one request needs: {page_bytes} bytes")
+        raise ValueError(f"kv_memory {budget} bytes is less than one page takes: {page_bytes} bytes")
     return fit

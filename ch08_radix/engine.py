@@ -53,8 +53,8 @@ class Engine:
         torch.set_num_threads(config.threads or _cores())
         model = self._load_model()
         self.kv = self._build_cache(model)
-        self.limits = replace(self.limits, kv_tokens=self.kv.num_pages * self.kv.page_size)
         self.runner = self._build_runner(model, self.kv, tracer)
+        self.limits = replace(self.limits, kv_tokens=self.kv.num_pages * self.kv.page_size)
         self.sampler = Sampler(config.seed, model.ops.argmax)
         self.scheduler = Scheduler(
             self.kv,
@@ -137,7 +137,7 @@ class Engine:
         return KVCache(config.layers, pages, size, model.kv_heads, config.head_dim, like, self.config.prefix_cache)
 
     def _run_widest_step(self, model: Decoder) -> None:
-        """Profile: run the largest step that there can be, over a cache of its own.
+        """Profile: run the largest step that there can be, over a cache of its own, and draw from all its logits.
 
         torch keeps the memory that it took, so that what the device calls free afterwards is free beside such a step.
         """
@@ -145,12 +145,14 @@ class Engine:
         count = min(self.config.max_running, budget)
         extend = min(budget // count, self.limits.max_model_len)
         kv = self._new_cache(model, count * -(-extend // size))
-        reqs = [Req(i, [0] * extend, extend, SamplingParams(), 1) for i in range(count)]
+        reqs = [Req(i, [0] * extend, extend, SamplingParams(temperature=1.0, top_p=0.9), 1) for i in range(count)]
         for req in reqs:
             kv.allocate(req, extend)
         backend = choose_backend(kv, native=self.config.native == "auto", wanted=self.config.attention_backend)
         runner = ModelRunner(model, kv, backend, self.device)
-        runner.forward(runner.prepare(Batch([ScheduledReq(req, extend) for req in reqs])))
+        batch = Batch([ScheduledReq(req, extend) for req in reqs])
+        sampler = Sampler(0, model.ops.argmax)
+        sampler.sample(runner.forward(runner.prepare(batch)), sampler.rows(batch, self.limits.vocab_size, self.device))
 
     def _build_runner(self, model: Decoder, kv: KVCache, tracer: Tracer | None) -> ModelRunner:
         config = self.config

@@ -43,7 +43,7 @@ class KVCache:
         )
         self._free = list(range(pages - 1, -1, -1))
         self._owned = 0
-        self._is_owned = [False] * pages  # finds pages that are lost, doubled or freed twice
+        self._is_owned = [False] * pages  # finds pages that are taken or freed twice
 
     def pages_needed(self, req: Req, n: int) -> int:
         """Pages to take from the pool before n more tokens after req.cached_len have a place."""
@@ -92,7 +92,7 @@ class KVCache:
         return self.tree.match(req.token_ids, req.length - 1) if self.prefix_cache else 0
 
     def attach(self, req: Req) -> None:
-        """req begins to run: let it own what match() found."""
+        """req begins to run: let it read what match() found, which stays the tree's and is locked."""
         if self.prefix_cache:
             req.prefix, pages = self.tree.lock(req.token_ids, req.length - 1)
             req.pages += pages
@@ -165,5 +165,5 @@ def pages_for(wanted: int, budget: int | None, page_bytes: int) -> int:
     """Pages that fit into budget bytes (None: as many as wanted); ValueError if not even one does."""
     fit = wanted if budget is None else min(wanted, budget // page_bytes)
     if fit < 1:
-        raise ValueError(f"kv_memory {budget} bytes is less than one request needs: {page_bytes} bytes")
+        raise ValueError(f"kv_memory {budget} bytes is less than one page takes: {page_bytes} bytes")
     return fit

@@ -58,11 +58,11 @@ class Engine:
         try:
             model = self._load_model()
             self.kv = self._build_cache(model)
+            self.runner = self._build_runner(model, self.kv, tracer)
         except BaseException:
             self.group.close(grace_s=0)
             raise
         self.limits = replace(self.limits, kv_tokens=self.kv.num_pages * self.kv.page_size)
-        self.runner = self._build_runner(model, self.kv, tracer)
         self.sampler = Sampler(config.seed, model.ops.argmax)
         self.scheduler = Scheduler(
             self.kv,
@@ -134,18 +134,16 @@ class Engine:
         return model
 
     def _build_cache(self, model: Decoder) -> KVCache:
-        """As many pages as the memory allows, up to what max_running requests of full length could use.
-
-        ``kv_memory`` is that of all ranks together. Every rank has the same pages, of its own heads.
-        """
+        """As many pages as the memory allows, up to what max_running requests of full length could use. ``kv_memory`` is
+        that of all ranks together. Every rank has the same pages, of its own heads."""
         config, size = model.config, self.config.page_size
         page_bytes = size * token_bytes(config.layers, model.kv_heads, config.head_dim, self.dtype)
         wanted = self.config.max_running * -(-self.limits.max_model_len // size)
         if self.device.type == "cuda" and not self.config.kv_memory_bytes:
+            self.group.smallest(0)  # all have loaded: a rank that is late from here on is lost
             self._run_widest_step(model)
-        budget = (self.config.kv_memory_bytes or 0) // self.group.size or _memory_budget(
-            self.device, self.group.local_size
-        )
+        named = self.config.kv_memory_bytes
+        budget = named // self.group.size if named else _memory_budget(self.device, self.group.local_size)
         pages = self.group.smallest(pages_for(wanted, budget, page_bytes))
         return self._new_cache(model, pages)
 
@@ -155,7 +153,7 @@ class Engine:
         return KVCache(config.layers, pages, size, model.kv_heads, config.head_dim, like, self.config.prefix_cache)
 
     def _run_widest_step(self, model: Decoder) -> None:
-        """Profile: run the largest step that there can be, over a cache of its own.
+        """Profile: run the largest step that there can be, over a cache of its own, and draw from all its logits.
 
         torch keeps the memory that it took, so that what the device calls free afterwards is free beside such a step.
         """
@@ -163,12 +161,15 @@ class Engine:
         count = min(self.config.max_running, budget)
         extend = min(budget // count, self.limits.max_model_len)
         kv = self._new_cache(model, count * -(-extend // size))
-        reqs = [Req(i, [0] * extend, extend, SamplingParams(), 1) for i in range(count)]
+        reqs = [Req(i, [0] * extend, extend, SamplingParams(temperature=1.0, top_p=0.9), 1) for i in range(count)]
         for req in reqs:
             kv.allocate(req, extend)
         backend = choose_backend(kv, native=self.config.native == "auto", wanted=self.config.attention_backend)
         runner = ModelRunner(model, kv, backend, self.device)
-        runner.forward(runner.prepare(Batch([ScheduledReq(req, extend) for req in reqs])))
+        batch = Batch([ScheduledReq(req, extend) for req in reqs])
+        sampler = Sampler(0, model.ops.argmax)
+        sampler.sample(runner.forward(runner.prepare(batch)), sampler.rows(batch, self.limits.vocab_size, self.device))
+        self.group.bytes = 0
 
     def _build_runner(self, model: Decoder, kv: KVCache, tracer: Tracer | None) -> ModelRunner:
         config = self.config

@@ -128,7 +128,7 @@ class TritonBackend:
 
 
 def choose_backend(kv: KVCache, native: bool, wanted: str = "auto") -> Backend:
-    """The fastest backend that is right on this machine; ``native`` False keeps to plain torch.
+    """The fastest backend that is right on this machine; ``native`` False keeps a CPU to plain torch.
 
     wanted: "auto", or the one to take; ValueError where this machine does not have it.
     """

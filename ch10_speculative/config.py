@@ -26,7 +26,9 @@ class EngineConfig:
     seed: int = option(0, "seed of the requests that bring none")
     max_model_len: int = option(0, "tokens of prompt + output; 0: what the model allows, at most 2048")
     native: str = option("auto", "packed and compiled CPU operators", ("auto", "off"))
-    kv_memory: str = option("auto", "memory for keys and values, e.g. 512M; auto: what the running requests need")
+    kv_memory: str = option(
+        "auto", "memory for keys and values, e.g. 512M; auto: up to 0.4 of the RAM, 0.9 of a free GPU"
+    )
     page_size: int = option(16, "tokens in one KV page, a power of two from 1 to 256")
     attention_backend: str = option(
         "auto", "auto: triton on a GPU, else native where it builds, else torch", ("auto", "torch", "native", "triton")

@@ -49,7 +49,7 @@ class Place:
     size: int = 1
     local_rank: int = 0  # among the ranks of this host: the number of its GPU
     local_size: int = 1
-    count: int = 1  # ranks that the process started by the user answers for, from ``rank`` on
+    count: int = 1  # ranks that the process started by the user answers for, from ``rank`` on; 1 in those it starts
     address: str = "127.0.0.1"  # of the store where the ranks meet
     port: int = 0
     name: str = "minisgl"  # of the group in that store
@@ -98,7 +98,7 @@ class Ranks:
                 place.address, place.port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
             )
         self._memory = shm.create(place.size) if place.count == place.size > 1 and shm.works(place.size) else -1
-        self.place = replace(place, memory=self._memory)
+        self.place = replace(place, count=1, memory=self._memory)
         try:
             for rank in range(first, place.rank + place.count):
                 local = place.local_rank + rank - place.rank
@@ -189,10 +189,8 @@ class Group:
         x = x.contiguous()
         if self._shared:
             return self._shared.gather(x)
-        options = dist.GatherOptions()
-        options.rootRank = 0
         outs = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
-        self._do(self._data.gather, [outs] if outs else [], [x], options)
+        self._do(self._data.gather, [outs] if outs else [], [x], dist.GatherOptions())  # whose root is 0
         return torch.cat(outs, dim=-1) if outs else x
 
     def smallest(self, value: int) -> int:
@@ -215,7 +213,8 @@ class Group:
         header = [STOP if stop else FORWARD if parts else NOTHING]
         for part in parts:
             header += [part.dtype is torch.int32, part.shape[0], part.shape[1] if part.dim() == 2 else -1]
-        self._broadcast(self._host, torch.tensor(header + [0] * (1 + 3 * len(PARTS) - len(header))))
+        header += [0] * (1 + 3 * len(PARTS) - len(header))
+        self._broadcast(self._host, torch.tensor(header), timedelta(seconds=GRACE_S if stop else 0))
         if parts:
             self._broadcast(self._data, torch.cat([part.flatten().long() for part in parts]))
 
@@ -260,15 +259,15 @@ class Group:
             time.sleep(0.02)
         return store
 
-    def _broadcast(self, group: Any, tensor: torch.Tensor) -> None:
+    def _broadcast(self, group: Any, tensor: torch.Tensor, patience: timedelta = timedelta()) -> None:
         if self._shared:
             self._shared.broadcast(tensor)
         else:
-            self._do(group.broadcast, [tensor], dist.BroadcastOptions())  # whose root is 0
+            self._do(group.broadcast, [tensor], dist.BroadcastOptions(), patience=patience)  # whose root is 0
 
-    def _do(self, collective: Callable[..., Any], *args: Any) -> None:
+    def _do(self, collective: Callable[..., Any], *args: Any, patience: timedelta = timedelta()) -> None:
         try:
-            collective(*args).wait()
+            collective(*args).wait(patience)  # 0: without limit
         except RuntimeError as error:
             if self.ranks:
                 self.ranks.check(patience_s=2.0)  # it knows who it was

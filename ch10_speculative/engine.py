@@ -33,7 +33,7 @@ from .speculative import FREE_ROWS, NgramProposer, Proposer, Speculator, agreein
 from .tokenizer import Tokenizer, stop_matcher
 
 DEFAULT_MAX_MODEL_LEN = 2048
-MAX_COST = 0.4
+MAX_COST = 0.4  # of a draft model's forward, in forwards of the target
 STATS = (
     "forwarded_tokens", "prefill_tokens", "decode_tokens", "steps", "kv_total", "kv_used", "kv_cached",
     "prefix_hit_tokens", "preemptions", "draft_tokens", "accepted_tokens", "allreduce_bytes", "running", "waiting",
@@ -70,22 +70,24 @@ class Engine:
             if self.draft_checkpoint and self.group.rank == 0:
                 shape = ModelConfig.from_dict(self.draft_checkpoint.config)
                 draft = self._load_model(self.draft_checkpoint, shape, ALONE)
-            self.kv, *draft_kv = self._build_caches([model, draft] if draft else [model])
+            caches = self._build_caches([model, draft] if draft else [model])
+            self.kv = caches[0]
+            self.runner = self._build_runner(model, self.kv, tracer, self.group)
+            guesser = self._build_runner(draft, caches[1], None, ALONE) if draft else None
         except BaseException:
             self.group.close(grace_s=0)
             raise
         self.limits = replace(self.limits, kv_tokens=self.kv.num_pages * self.kv.page_size)
-        self.runner = self._build_runner(model, self.kv, tracer, self.group)
         self.sampler = Sampler(config.seed, model.ops.argmax)
         budget = self._token_budget()
         proposer: Proposer | None = NgramProposer() if config.speculative == "ngram" else None
-        if draft and self.draft_checkpoint:
+        if guesser and self.draft_checkpoint:
             proposer = DraftProposer(
-                self._build_runner(draft, draft_kv[0], None, ALONE),
+                guesser,
                 self.sampler,
                 max_len=_context(self.draft_checkpoint),
                 budget=budget,
-                cost=_relative_cost(self.draft_checkpoint, self.checkpoint),
+                cost=_relative_cost(self.draft_checkpoint, self.checkpoint, self.group.size),
             )
         self.scheduler = Scheduler(
             self.kv,
@@ -162,22 +164,20 @@ class Engine:
         return model
 
     def _build_caches(self, models: Sequence[Decoder]) -> list[KVCache]:
-        """As many pages as the memory allows, up to what max_running requests of full length could use.
-
-        ``kv_memory`` is that of all ranks together. Every rank has the same pages, of its own heads. Two models divide
-        it so that both have the same pages, each of its own size.
-        """
+        """As many pages as the memory allows, up to what max_running requests of full length could use. ``kv_memory`` is
+        that of all ranks together. Every rank has the same pages, of its own heads. Two models divide it so that both
+        have the same pages, each of its own size."""
         size = self.config.page_size
         page_bytes = size * sum(
             token_bytes(model.config.layers, model.kv_heads, model.config.head_dim, self.dtype) for model in models
         )
         wanted = self.config.max_running * -(-self.limits.max_model_len // size)
         if self.device.type == "cuda" and not self.config.kv_memory_bytes:
+            self.group.smallest(0)  # all have loaded: a rank that is late from here on is lost
             for model in models:
                 self._run_widest_step(model)
-        budget = (self.config.kv_memory_bytes or 0) // self.group.size or _memory_budget(
-            self.device, self.group.local_size
-        )
+        named = self.config.kv_memory_bytes
+        budget = named // self.group.size if named else _memory_budget(self.device, self.group.local_size)
         pages = self.group.smallest(pages_for(wanted, budget, page_bytes))
         return [self._new_cache(model, pages) for model in models]
 
@@ -187,7 +187,7 @@ class Engine:
         return KVCache(config.layers, pages, size, model.kv_heads, config.head_dim, like, self.config.prefix_cache)
 
     def _run_widest_step(self, model: Decoder) -> None:
-        """Profile: run the largest step that there can be, over a cache of its own.
+        """Profile: run the largest step that there can be, over a cache of its own, and draw from all its logits.
 
         torch keeps the memory that it took, so that what the device calls free afterwards is free beside such a step.
         """
@@ -197,12 +197,15 @@ class Engine:
         kv = self._new_cache(model, count * -(-extend // size))
         guesses = min(self.config.num_draft_tokens, extend - 1) if self.config.speculative != "none" else 0
         known = extend - guesses
-        reqs = [Req(i, [0] * known, known, SamplingParams(), 1) for i in range(count)]
+        reqs = [Req(i, [0] * known, known, SamplingParams(temperature=1.0, top_p=0.9), 1) for i in range(count)]
         for req in reqs:
             kv.allocate(req, extend)
         backend = choose_backend(kv, native=self.config.native == "auto", wanted=self.config.attention_backend)
         runner = ModelRunner(model, kv, backend, self.device)
-        runner.forward(runner.prepare(Batch([ScheduledReq(req, extend, [0] * guesses) for req in reqs])))
+        batch = Batch([ScheduledReq(req, extend, [0] * guesses) for req in reqs])
+        sampler = Sampler(0, model.ops.argmax)
+        sampler.sample(runner.forward(runner.prepare(batch)), sampler.rows(batch, self.limits.vocab_size, self.device))
+        self.group.bytes = 0
 
     def _build_runner(self, model: Decoder, kv: KVCache, tracer: Tracer | None, group: Group) -> ModelRunner:
         config = self.config
@@ -265,10 +268,11 @@ def _context(checkpoint: Checkpoint) -> int:
     return min(checkpoint.max_len, attention_window(checkpoint.config) or checkpoint.max_len)
 
 
-def _relative_cost(draft: Checkpoint, target: Checkpoint) -> float:
-    """Time of a forward of the draft model in forwards of the target: a few rows take as long as the weights' bytes. Not
-    taken for more than MAX_COST: who names a large draft model wants it to guess."""
-    return min(MAX_COST, weight_bytes(draft.config, "bfloat16") / weight_bytes(target.config, "bfloat16"))
+def _relative_cost(draft: Checkpoint, target: Checkpoint, ranks: int) -> float:
+    """Time of a forward of the draft model, which rank 0 has to itself, in forwards of the target: a few rows take as
+    long as the weights' bytes. Not taken for more than MAX_COST: who names a large draft model wants it to guess."""
+    share = weight_bytes(target.config, "bfloat16") / ranks
+    return min(MAX_COST, weight_bytes(draft.config, "bfloat16") / share)
 
 
 def _cores() -> int:

@@ -167,7 +167,7 @@ class TokenEmbedding:
 
 
 class Norm:
-    """The weight of an RMSNorm; ``repeat`` gives the same weight to that many heads."""
+    """The weight of an RMSNorm, over the hidden size or over one head."""
 
     def __init__(self, size: int, like: torch.Tensor) -> None:
         self.weight = like.new_empty(size)

@@ -81,7 +81,9 @@ class Server:
 
     async def flush_cache(self, request: Request) -> Response:
         self._authorise(request)
-        self.frontend.channel.put(Flush())
+        if self.frontend.state != "ready":
+            raise ApiError(503, f"the server is {self.frontend.state}")
+        self.frontend.channel.put(Flush())  # in its turn: after what was submitted, before what will be
         return JSONResponse({"status": "flushed what no running request uses"})
 
     async def models(self, request: Request) -> Response:

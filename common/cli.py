@@ -68,7 +68,7 @@ def one_line(message: object) -> str:
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] | None = None, metavar: str | None = None) -> Any:
-    """A dataclass field that carries what its flag needs to know."""
+    """A dataclass field that carries what its flag needs to know. Of a bool that is True, ``help`` says what --no-… does."""
     return field(default=default, metadata={"help": help, "choices": choices, "metavar": metavar})
 
 

@@ -31,7 +31,14 @@ def test_the_profile_runs_the_largest_step_over_a_cache_of_its_own(llm, monkeypa
         seen.append((len(ctx.inp.ids), logits.shape, ctx.backend.kv))
         return logits
 
+    drawn, sample = [], type(engine.sampler).sample
+
+    def drawing(self, logits, rows):
+        drawn.append((logits.shape, rows[0].params.temperature, rows[0].params.top_p))
+        return sample(self, logits, rows)
+
     monkeypatch.setattr(type(model), "forward", counting)
+    monkeypatch.setattr(type(engine.sampler), "sample", drawing)
     before = engine.kv.ledger()
     engine._run_widest_step(model)
     [(tokens, shape, cache)] = seen
@@ -39,6 +46,7 @@ def test_the_profile_runs_the_largest_step_over_a_cache_of_its_own(llm, monkeypa
     assert shape == (6, engine.limits.vocab_size), "as many rows of logits as there can be"
     assert cache is not engine.kv and engine.kv.ledger() == before
     assert engine.stats()["forwarded_tokens"] == 0
+    assert drawn == [(shape, 1.0, 0.9)], "the memory that draws take is part of the step"
 
 
 @pytest.mark.parametrize("named", [True, False])

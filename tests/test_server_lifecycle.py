@@ -43,6 +43,7 @@ def test_until_the_engine_is_loaded_the_server_says_so(name: str) -> None:
         assert server.http.get("/health").json() == {"status": "starting"}
         answer = server.post(CONTROL)
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+        assert server.http.post("/flush_cache").status_code == (503 if name >= "ch08" else 404)
         puppet.loading.set()
         until(lambda: server.http.get("/health").status_code == 200)
         assert server.post(CONTROL).status_code == 200

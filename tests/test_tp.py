@@ -359,6 +359,60 @@ def test_a_dead_rank_is_named_by_the_next_step(
 
 
 @one_of_equals
+@pytest.mark.parametrize("shared", [True, False], ids=["shared-memory", "gloo"])
+def test_a_forward_that_fails_on_one_rank_alone_does_not_hold_up_the_end(
+    open_llm: Callable[..., Any], shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for it in an all-reduce, where no word to stop reaches them."""
+    if not shared:
+        monkeypatch.setattr(shm, "works", lambda ranks: False)
+    llm = open_llm(tp=2)
+    pids = ranks(llm)
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(llm.engine.group, "all_reduce", broken)
+    llm.add(IDS)
+    with pytest.raises(RuntimeError, match="no memory left"):
+        llm.step()
+    started = time.monotonic()
+    llm.close()
+    assert time.monotonic() - started < 20
+    gone(pids)
+
+
+def test_each_rank_process_needs_one_gpu(chapter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With exactly as many GPUs as ranks every rank finds its own."""
+    module = importlib.import_module(f"{chapter.__name__}.distributed")
+    places: list[Any] = []
+    monkeypatch.setattr(
+        module.child, "start", lambda name, orders, keep: places.append(module.Place(**orders["place"]))
+    )
+    monkeypatch.setattr(module.child, "end", lambda process: None)
+    monkeypatch.setattr(module.Ranks, "wait", lambda self, timeout_s: True)
+    config = importlib.import_module(f"{chapter.__name__}.config").EngineConfig(model="dummy:llama-tiny", tp=3)
+    ranks = module.Ranks(config, module.Place.of(config), first=0)
+    ranks.processes.clear()
+    ranks.close()
+    assert [(place.rank, place.local_rank) for place in places] == [(0, 0), (1, 1), (2, 2)]
+    monkeypatch.setattr(module, "Group", lambda place, device, ranks=None: place)
+    for gpus in (3, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=gpus: count)
+        for place in places[:gpus]:
+            config.place = place
+            assert module.join(config, place, torch.device("cuda")) == place
+    config.place = places[2]
+    with pytest.raises(ValueError, match="tp needs 3 GPUs on this host, it has 2"):
+        module.join(config, places[2], torch.device("cuda"))
+
+
+def test_memory_that_is_too_little_for_all_ranks_is_refused(chapter: ModuleType, open_llm: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="kv_memory 0 bytes is less than one page"):
+        open_llm(tp=2, kv_memory="1")
+
+
+@one_of_equals
 def test_a_rank_that_dies_while_loading_is_named_and_nothing_is_left(
     open_llm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
