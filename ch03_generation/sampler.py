@@ -35,10 +35,10 @@ class TokenCounts:
                 torch.zeros(vocab, device=device), torch.zeros(vocab, dtype=torch.bool, device=device), 0
             )
             req.sampler_state = counts
-        for at in range(counts.counted, req.length):
-            counts.seen[req.token_ids[at]] = True
-            if at >= req.prompt_len:
-                counts.output[req.token_ids[at]] += 1
+        fresh = torch.tensor(req.token_ids[counts.counted :], dtype=torch.int64, device=device)
+        counts.seen[fresh] = True
+        output = fresh[max(0, req.prompt_len - counts.counted) :]
+        counts.output.index_add_(0, output, torch.ones(len(output), device=device))
         counts.counted = req.length
         return counts
 

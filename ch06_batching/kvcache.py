@@ -15,8 +15,8 @@ class KVCache:
     """Contiguous cache: a request owns one page, which is long enough for the longest request.
 
     Ownership: a page is either in ``_free`` or in exactly one ``req.pages``. Of an owned page the first
-    ``req.cached_len`` positions hold keys and values, the next ones are written by the step in flight, and nobody reads
-    beyond. The scheduler allocates and frees; attention reads and writes.
+    ``req.cached_len`` positions hold keys and values, the next ones are written by the step in flight, and what lies
+    beyond counts for nobody. The scheduler allocates and frees; attention reads and writes.
     """
 
     def __init__(

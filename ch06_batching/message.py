@@ -1,6 +1,6 @@
 """Everything that crosses the boundary between the interface and the engine, as plain dataclasses.
 
-Control path: Submit, Abort, Flush go in. Data path: TokensOut comes out. Fatal says that the engine has died.
+Control path: Submit, Abort, Flush, Stop go in. Data path: TokensOut comes out, and Ready, Stats, Fatal of the engine itself.
 Each message survives ``from_dict(json.loads(json.dumps(m.to_dict())))`` unchanged, so that any transport will do.
 """
 

@@ -16,8 +16,8 @@ class KVCache:
 
     Ownership: a page is either in ``_free`` or in exactly one ``req.pages``. Token i of a request lies in page
     ``pages[i // page_size]`` at offset ``i % page_size``. Its first ``req.cached_len`` positions hold keys and values,
-    the next ones are written by the step in flight, and nobody reads beyond. The scheduler allocates and frees;
-    attention reads and writes.
+    the next ones are written by the step in flight, and what lies beyond counts for nobody. The scheduler allocates
+    and frees; attention reads and writes.
     """
 
     def __init__(

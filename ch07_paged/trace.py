@@ -28,7 +28,7 @@ def over_http(options: dict[str, Any], tracer: Tracer, prompt: str, max_tokens: 
     def client(url: str) -> None:
         try:
             answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600)
-            if answer.status_code != 200:
+            if answer.status_code != 200 or 'data: {"error"' in answer.text:
                 failed.append(answer.text)
         except httpx.HTTPError as error:
             failed.append(str(error))
@@ -36,7 +36,8 @@ def over_http(options: dict[str, Any], tracer: Tracer, prompt: str, max_tokens: 
             http.drain()
 
     http.on_ready = lambda url: threading.Thread(target=client, args=(url,), daemon=True).start()
-    serve(config, http, tracer)
+    if serve(config, http, tracer):
+        failed.append("the engine has died")
     if failed:
         raise ValueError(failed[0])
 

@@ -18,8 +18,8 @@ class KVCache:
     Ownership: a page is in ``_free``, or in the tree, or owned by exactly one request. ``req.pages`` begins with
     ``req.shared`` pages of the tree, which its lock on ``req.prefix`` protects; the rest it owns. Token i lies in page
     ``pages[i // page_size]`` at offset ``i % page_size``. Its first ``req.cached_len`` positions hold keys and values,
-    the next ones are written by the step in flight, and nobody reads beyond. The scheduler allocates and frees;
-    attention reads and writes.
+    the next ones are written by the step in flight, and what lies beyond counts for nobody. The scheduler allocates
+    and frees; attention reads and writes.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class HttpThread:
             server.app,
             log_level="warning",
             access_log=False,
-            timeout_graceful_shutdown=2,
+            timeout_graceful_shutdown=max(2, int(self.config.drain_timeout)),  # for what slow clients have not read yet
             http=BoundedHead,
         )
         http = uvicorn.Server(settings)
@@ -107,7 +107,7 @@ class HttpThread:
 
     def _defaults(self) -> dict[str, float]:
         """Sampling where a request is silent: the model's generation_config, else OpenAI's temperature 1."""
-        names = ("temperature", "top_k", "top_p", "repetition_penalty")
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         found = {name: self.checkpoint.generation.get(name) for name in names}
         return {"temperature": 1.0} | {name: value for name, value in found.items() if value is not None}
 

@@ -61,8 +61,6 @@ TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(fail_
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides its tokens: with ``include_usage`` a last chunk that counts them."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
 
@@ -126,8 +124,6 @@ class CompletionCall(Call):
 
 
 class TextPart(BaseModel):
-    """One part of a message in OpenAI's list form; only text is understood."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text"]
     text: Text

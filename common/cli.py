@@ -133,7 +133,7 @@ def add_config_flags(parser: Parser, cls: type) -> None:
     optional: ``help`` (what the flag does), ``choices``, ``metavar``, ``parse`` (str -> value, replaces the type; its
     ValueError is what the user reads). A field without default is required. TypeError: a field of another type.
     """
-    group = parser.add_argument_group("engine")
+    group = parser.add_argument_group(cls.__name__.removesuffix("Config").lower())
     hints = get_type_hints(cls)
     for f in fields(cls):
         if not f.init:
