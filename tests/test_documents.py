@@ -96,6 +96,7 @@ def test_both_languages_have_the_same_commands(path: Path) -> None:
     assert typed(path) == typed(path.with_suffix(".zh.md"))
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_every_module_and_flag_exists(path: Path) -> None:
     for module, arguments in python_calls(path):
