@@ -44,7 +44,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     if process.stdin:
-        process.stdin.close()
+        with suppress(BrokenPipeError):  # close() flushes what a process that died at once has not read
+            process.stdin.close()
 
 
 def orders() -> dict[str, Any]:
