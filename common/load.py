@@ -26,7 +26,7 @@ from common.harness import save_result
 from common.load_http import BrokenAnswer, LoadClient
 from common.load_result import Exchange, LoadResult, outcome, print_result
 from common.worker import jobs_of
-from common.workloads import BUILDERS, Workload, encode_texts, get
+from common.workloads import BUILDERS, Workload, arrivals, encode_texts, get, without_arrivals
 
 Clock = Callable[[], float]
 
@@ -76,7 +76,7 @@ def poisson(workload: Workload, rate: float, seed: int = 0) -> Workload:
     for request in workload.requests:
         requests.append(replace(request, arrival_s=clock))
         clock += -math.log(1.0 - rng.random()) / rate
-    text = f"{workload.description}; arrivals: Poisson at {rate:g}/s"
+    text = without_arrivals(workload.description) + arrivals(rate)
     return replace(workload, requests=tuple(requests), description=text)
 
 
@@ -229,9 +229,10 @@ def main() -> int:
     options = replace(options, model=args.model or listed)
     with tqdm(total=workload.size, desc=workload.name, leave=False, disable=None) as bar:
         result = asyncio.run(run(url, workload, options, bar.update))
-    print_result(result, workload.description)
+    text = workload.description if args.concurrency is None else without_arrivals(workload.description)
+    print_result(result, text)
     if args.json:
-        save_result(args.json, result.to_dict() | {"description": workload.description})
+        save_result(args.json, result.to_dict() | {"description": text})
         print(f"result: {args.json}")
     return 0 if len(result.answered) == len(result.requests) else 1
 

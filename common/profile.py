@@ -287,8 +287,8 @@ def main() -> int:
         data = profile(args, chapter.name)
         data["tables"] = report(data)
         draw = figure
-        cost = data["clock_costs"]["median"] - 1
-        print(f"the clock: a run with it takes {cost:+.1%} of the time without")
+        cost = data["clock_costs"]["median"]
+        print(f"the clock: a run with it takes {cost:.2f} times as long as one without (below 1 is noise)")
     target = Path(args.json or OUT / f"profile_{name}.json")
     save_result(target, data, threads=args.threads)
     print(f"result: {target}")

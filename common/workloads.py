@@ -7,6 +7,7 @@ never changes the ones before them, so a quick run measures a prefix of the full
 
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -172,18 +173,19 @@ class _Draw:
 
 def _latency(draw: _Draw, scale: float) -> Workload:
     requests = tuple(Request(draw.ids(draw.length(128)), draw.length(128)) for _ in range(_count(1, scale)))
-    return Workload("latency", requests, "1 request, 128 tokens in, 128 out")
+    return Workload("latency", requests, f"{_requests(len(requests))}, 128 tokens in, 128 out")
 
 
 def _offline(draw: _Draw, scale: float) -> Workload:
     requests = tuple(Request(draw.ids(draw.length(16, 256)), draw.length(16, 128)) for _ in range(_count(64, scale)))
-    return Workload("offline", requests, "64 requests at once, 16-256 tokens in, 16-128 out")
+    return Workload("offline", requests, f"{_requests(len(requests))} at once, 16-256 tokens in, 16-128 out")
 
 
 def _shared_prefix(draw: _Draw, scale: float) -> Workload:
     prefix = draw.ids(draw.length(SHARED_PREFIX))
     requests = tuple(Request(prefix + draw.ids(draw.length(32)), draw.length(16)) for _ in range(_count(32, scale)))
-    return Workload("shared_prefix", requests, "32 requests at once, 512 shared and 32 own tokens in, 16 out")
+    text = f"{_requests(len(requests))} at once, 512 shared and 32 own tokens in, 16 out"
+    return Workload("shared_prefix", requests, text)
 
 
 def _online(draw: _Draw, scale: float, rate: float = 2.0) -> Workload:
@@ -191,7 +193,8 @@ def _online(draw: _Draw, scale: float, rate: float = 2.0) -> Workload:
     for _ in range(_count(40, scale)):
         requests.append(Request(draw.ids(draw.length(64, 192)), draw.length(32, 64), clock))
         clock += -math.log(1.0 - draw.rng.random()) / rate
-    return Workload("online", tuple(requests), "40 requests, Poisson arrivals at 2/s, 64-192 tokens in, 32-64 out")
+    text = f"{_requests(len(requests))}{arrivals(rate)}, 64-192 tokens in, 32-64 out"
+    return Workload("online", tuple(requests), text)
 
 
 def _multi_turn(draw: _Draw, scale: float) -> Workload:
@@ -200,7 +203,7 @@ def _multi_turn(draw: _Draw, scale: float) -> Workload:
     for _ in range(_count(8, scale)):
         turns = tuple(Turn(draw.ids(draw.length(32, 96)), draw.length(32, 64)) for _ in range(5))
         talks.append(Conversation(system, turns))
-    text = "8 conversations at once, 5 turns each, 128 shared system tokens, 32-96 tokens in and 32-64 out per turn"
+    text = f"{len(talks)} conversations at once, 5 turns each, 128 shared system tokens, 32-96 tokens in and 32-64 out per turn"
     return Workload("multi_turn", (), text, tuple(talks))
 
 
@@ -215,7 +218,22 @@ def _edit(draw: _Draw, scale: float) -> Workload:
         )
         # About as many tokens as the code has, so that little is generated beyond the copy.
         requests.append(Request((), draw.length(max(16, len(code) // 32 * 8)), text=text))
-    return Workload("edit", tuple(requests), "8 requests at once, each asks for a function back with one name changed")
+    text = f"{_requests(len(requests))} at once, each asks for a function back with one name changed"
+    return Workload("edit", tuple(requests), text)
+
+
+def _requests(count: int) -> str:
+    return f"{count} request{'s' * (count != 1)}"
+
+
+def arrivals(rate: float) -> str:
+    """The part of a description that says when requests come."""
+    return f", Poisson arrivals at {rate:g}/s"
+
+
+def without_arrivals(description: str) -> str:
+    """The description for a load that sends the requests when it likes."""
+    return re.sub(r", Poisson arrivals at [^,;]+", "", description)
 
 
 def _count(base: int, scale: float) -> int:
