@@ -31,6 +31,7 @@ $(DONE): pyproject.toml constraints.txt
 	@touch $(DONE)
 
 serve: $(DONE)
+	@test -f $(CHAPTER)/serve.py || { echo "error: $(CHAPTER) has no server; chapters from ch05_serving on have one"; exit 2; }
 	$(PY) -m $(CHAPTER).serve --model '$(MODEL)' --host $(HOST) --port $(PORT) $(ARGS)
 
 generate: $(DONE)
