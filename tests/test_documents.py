@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import runpy
 import shlex
@@ -139,3 +140,13 @@ def selects(expression: str, test: str) -> bool:
         return str(bool(re.fullmatch(r"ch\d\d", word)) or word.lower() in test.lower())
 
     return bool(eval(re.sub(r"[\w.\-\[\]:]+", holds, expression)))
+
+
+def test_the_pictures_of_one_request_show_the_same_tokens() -> None:
+    """From ch03 to ch08 the texts follow one answer from picture to picture."""
+    shown = {}
+    for chapter in ("ch03", "ch04", "ch05", "ch06", "ch07", "ch08"):
+        file = ROOT / "docs" / "figures" / f"{chapter}_trace" / "trace.json"
+        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+        shown[chapter] = [event["args"]["token"] for event in events if event["name"] == "sample"]
+    assert shown["ch03"] and all(tokens == shown["ch03"] for tokens in shown.values()), shown
