@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common import service
+from common import child, service
 from common.service import Server, ServerError, group
 
 FAKE = """
@@ -108,3 +109,18 @@ def test_any_other_server_is_polled_at_its_address():
     ) as server:
         assert server.url == f"http://127.0.0.1:{port}"
         assert server.stop() == -signal.SIGTERM
+
+
+def test_a_child_that_died_before_it_read_its_orders_is_ended_quietly(monkeypatch):
+    """Its orders lie in a buffer that nobody will read, and closing the pipe tries to send them once more."""
+
+    class Dead(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.kill()
+            self.wait()
+
+    monkeypatch.setattr(child.subprocess, "Popen", Dead)
+    process = child.start("common.doctor", {"config": {}})
+    child.end(process)
+    assert process.returncode == -signal.SIGKILL and process.stdin.closed
