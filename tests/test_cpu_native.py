@@ -406,8 +406,8 @@ def test_two_processes_at_once_build_once_and_later_ones_not_at_all(ops, tmp_pat
 
 
 def test_without_a_compiler_there_is_one_line_and_plain_torch(tmp_path):
-    with_bad_name = start(tmp_path, CXX="/nonexistent")
-    with_empty_path = start(tmp_path, CXX="", PATH="")
+    with_bad_name = start(tmp_path / "first", CXX="/nonexistent")  # a cache each: none waits for the other, and says so
+    with_empty_path = start(tmp_path / "second", CXX="", PATH="")
     for process, expected in ((with_bad_name, "/nonexistent not found"), (with_empty_path, "install g++ or set CXX")):
         out, err = process.communicate()
         assert (process.returncode, out) == (0, "False\n")
