@@ -8,21 +8,17 @@ from common.checkpoints import resolve
 from common.trace import Tracer
 
 from .config import EngineConfig
-from .core import Batch, Limits, Req, ReqState
+from .core import Batch, Req, ReqState
 from .message import Abort, Message, Submit, TokensOut
 from .model_runner import ModelRunner
 from .scheduler import Scheduler
-from .scripted import ANSWER, ScriptedModel
+from .scripted import ANSWER, ScriptedLimits, ScriptedModel
 from .tokenizer import Tokenizer, stop_matcher
 
 DEFAULT_MAX_MODEL_LEN = 2048
 STATS = (
     "forwarded_tokens", "prefill_tokens", "decode_tokens", "steps", "kv_total", "kv_used", "kv_cached",
     "prefix_hit_tokens", "preemptions", "draft_tokens", "accepted_tokens", "allreduce_bytes", "running", "waiting",
-)  # fmt: skip
-_NEEDS_PROBABILITIES = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "stop_token_ids", "seed", "logprobs",
 )  # fmt: skip
 
 
@@ -34,10 +30,9 @@ class Engine:
         self.tracer = tracer
         self.checkpoint = resolve(config.model)
         self.tokenizer = Tokenizer(self.checkpoint.folder)
-        self.limits = Limits(
+        self.limits = ScriptedLimits(
             max_model_len=_max_model_len(config.max_model_len, self.checkpoint.max_len),
             vocab_size=self.checkpoint.vocab_size,
-            unsupported=_NEEDS_PROBABILITIES,
         )
         answer_ids = self.tokenizer.encode(ANSWER, special_tokens=False)
         model = ScriptedModel(answer_ids, (*self.checkpoint.eos_ids, 0)[0], self.checkpoint.vocab_size)

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 
-from .core import Context
+from .core import Context, Limits, SamplingParams
 
 ANSWER = "Every request takes this path: tokenizer, scheduler, engine, model runner, detokenizer."
+
+
+class ScriptedLimits(Limits):
+    """The door of an engine without probabilities: refuses what would change them, too."""
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, default_max_tokens: int | None) -> int:
+        for f in fields(params):
+            value = getattr(params, f.name)
+            no_op = value == f.default or (f.name, value) == ("top_k", -1)
+            if not no_op and f.name not in ("max_tokens", "stop", "ignore_eos"):
+                raise ValueError(f"{f.name} is not supported: the scripted model has no probabilities and ends by EOS")
+        return super().check(prompt_ids, params, default_max_tokens)
 
 
 class ScriptedModel:

@@ -179,15 +179,11 @@ class Limits:
 
     max_model_len: int  # tokens of prompt + output
     vocab_size: int
-    unsupported: tuple[str, ...] = ()  # SamplingParams fields this engine does not implement
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, default_max_tokens: int | None) -> int:
         """Return the request's max_tokens (default None: the rest of the context) or raise ValueError saying why not."""
         if not prompt_ids:
             raise ValueError("the prompt is empty: at least one token is needed")
-        for f in fields(params):
-            if f.name in self.unsupported and getattr(params, f.name) != f.default:
-                raise ValueError(f"{f.name} is not supported: this engine has no probabilities to change")
         if any(token >= self.vocab_size for token in params.stop_token_ids):
             raise ValueError(f"stop_token_ids must be below the vocabulary size {self.vocab_size}")
         room = self.max_model_len - len(prompt_ids)

@@ -84,13 +84,11 @@ def gather(cache: torch.Tensor, pages: list[int], length: int) -> torch.Tensor:
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Attention of one request: q[E, H, D], k and v[S, KV, D] -> [E, H, D]; the last query sees all S tokens."""
-    extend, heads, dim = q.shape
-    seq, kv_heads = k.shape[:2]
-    group = heads // kv_heads
+    extend, seq, group = len(q), len(k), q.shape[1] // k.shape[1]
     k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
     if extend == 1:
         # One query: nothing to mask. The heads of a group become rows, so that they share one read of their KV head.
-        return scaled_dot_product_attention(q.view(1, kv_heads, group, dim), k, v).view(1, heads, dim)
+        return scaled_dot_product_attention(q.unflatten(1, (-1, group)), k, v).view(q.shape)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     mask = None
     if extend < seq:

@@ -89,6 +89,8 @@ class LLM:
         except BaseException:  # Ctrl-C above all: nothing of an unfinished call stays in the engine
             for rid in mine:
                 self.abort(rid)
+                self._open.pop(rid, None)
+            self._ready = [(rid, output) for rid, output in self._ready if rid not in mine]
             raise
         finally:
             self._ready += others
@@ -141,7 +143,9 @@ class LLM:
         outs = self.engine.step()
         finished, self._ready = self._ready, []
         for out in outs:
-            request = self._open[out.rid]
+            request = self._open.get(out.rid)
+            if request is None:  # of a generate() that was interrupted
+                continue
             self._take(request, out)
             if out.finish:
                 del self._open[out.rid]

@@ -66,17 +66,12 @@ class Scheduler:
         if not (self.static and self.running):
             self._room = self.max_running - len(self.running)
         while self.waiting and self._room and budget > 0:
-            req = self.waiting[0]
-            self.kv.attach(req)
-            extend_len = min(req.length - req.cached_len, budget)
-            if not self.kv.can_allocate(req, extend_len):
-                self.kv.free(req)
-                self._room = 0
-                break
-            self.waiting.popleft()
+            req = self.waiting.popleft()
             req.to(ReqState.PREFILL)
+            self.kv.attach(req)
             self.running.append(req)
             self._room -= 1
+            extend_len = min(req.length - req.cached_len, budget)
             budget -= extend_len
             items.append(self._take(req, extend_len))
         if not self.waiting:

@@ -264,14 +264,6 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(core: Any) -> None:
         core.Limits(max_model_len=10, vocab_size=50).check([1], core.SamplingParams(stop_token_ids=[3, 50]), 128)
 
 
-def test_a_field_that_the_engine_lacks_is_refused_by_name_unless_it_asks_for_nothing(core: Any) -> None:
-    limits = core.Limits(max_model_len=10, vocab_size=50, unsupported=("temperature", "seed"))
-    assert limits.check([1], core.SamplingParams(temperature=0, top_p=0.5), 2) == 2
-    for bad in ({"temperature": 0.5}, {"seed": 0}):
-        with pytest.raises(ValueError, match=f"{next(iter(bad))} is not supported"):
-            limits.check([1], core.SamplingParams(**bad), 2)
-
-
 def test_the_door_changes_nothing(core: Any) -> None:
     ids, params = [1, 2], core.SamplingParams(max_tokens=3)
     core.Limits(max_model_len=10, vocab_size=50).check(ids, params, 128)
