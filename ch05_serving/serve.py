@@ -73,25 +73,21 @@ class HttpThread:
         self._loop, self._draining = asyncio.get_running_loop(), asyncio.Event()
         frontend = Frontend(self.channel, Tokenizer(self.checkpoint.folder), self.config.max_queue, self.tracer)
         server = Server(frontend, self.config, self.config.served_model_name or self.checkpoint.name, self._defaults())
-        settings = uvicorn.Config(
-            server.app,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=max(2, int(self.config.drain_timeout)),  # for what slow clients have not read yet
-            http=BoundedHead,
-        )
+        settings = uvicorn.Config(server.app, log_level="warning", access_log=False, http=BoundedHead)
         http = uvicorn.Server(settings)
         frontend.attach(self._loop)
         serving = asyncio.create_task(http.serve(sockets=[self.socket]))
         self._up.set()
-        await self._until_the_end(frontend)
+        left = await self._until_the_end(frontend)
+        settings.timeout_graceful_shutdown = max(2, round(left))  # for what slow clients have not read yet
         http.should_exit = True
         await serving
         server.pool.shutdown(cancel_futures=True)
 
-    async def _until_the_end(self, frontend: Frontend) -> None:
-        """Returns once the engine has died, or everything open is answered after drain(), or its deadline is over."""
-        assert self._draining is not None
+    async def _until_the_end(self, frontend: Frontend) -> float:
+        """Returns once the engine has died, or everything open is answered after drain(), or its deadline is over; the
+        seconds that are left until then."""
+        assert self._loop is not None and self._draining is not None
         draining = asyncio.create_task(self._draining.wait())
         ready = asyncio.create_task(frontend.ready.wait())
         await asyncio.wait({draining, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -99,11 +95,13 @@ class HttpThread:
             self.on_ready(self.url)
         dead = asyncio.create_task(frontend.dead.wait())
         await asyncio.wait({draining, dead}, return_when=asyncio.FIRST_COMPLETED)
+        deadline = self._loop.time() + self.config.drain_timeout
         if frontend.state != "dead":
             frontend.state = "draining"
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(frontend.idle.wait(), self.config.drain_timeout)
         frontend.fail_all("the server is shutting down")
+        return deadline - self._loop.time()
 
     def _defaults(self) -> dict[str, float]:
         """Sampling where a request is silent: the model's generation_config, else OpenAI's temperature 1."""

@@ -266,6 +266,20 @@ def test_a_client_that_reads_nothing_does_not_keep_the_server_alive(front: str) 
         assert not server.thread._thread.is_alive()
 
 
+def test_one_deadline_holds_for_what_is_not_answered_and_for_what_is_not_read() -> None:
+    puppet = Puppet(PROCESSES[-1], lambda m: Script([5] * m.max_tokens), 0.0)
+    with in_process(PROCESSES[-1], puppet, drain_timeout=4.0) as server, connection(server.url, LARGE, chat=True) as raw:
+        raw.recv(1000)
+        until(lambda: not puppet.open)
+        puppet.flow.clear()
+        with connection(server.url, CONTROL):
+            until(lambda: puppet.open)
+            start = time.monotonic()
+            server.thread.drain()
+            server.thread._thread.join(12)
+            assert 4.0 < time.monotonic() - start < 7.5
+
+
 def test_a_second_signal_ends_at_once(front: str) -> None:
     with Server(front, *tiny_flags(2048)) as server:
         reader = Reader(server.url, max_tokens=2000)
