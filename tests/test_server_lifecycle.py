@@ -268,7 +268,10 @@ def test_a_client_that_reads_nothing_does_not_keep_the_server_alive(front: str) 
 
 def test_one_deadline_holds_for_what_is_not_answered_and_for_what_is_not_read() -> None:
     puppet = Puppet(PROCESSES[-1], lambda m: Script([5] * m.max_tokens), 0.0)
-    with in_process(PROCESSES[-1], puppet, drain_timeout=4.0) as server, connection(server.url, LARGE, chat=True) as raw:
+    with (
+        in_process(PROCESSES[-1], puppet, drain_timeout=4.0) as server,
+        connection(server.url, LARGE, chat=True) as raw,
+    ):
         raw.recv(1000)
         until(lambda: not puppet.open)
         puppet.flow.clear()
