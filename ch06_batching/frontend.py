@@ -80,7 +80,7 @@ def run_engine(config: EngineConfig, channel: Channel, tracer: Tracer | None = N
         channel.from_engine.put([Ready(asdict(engine.limits)), Stats(engine.stats())])
         _loop(engine, channel)
     except Exception as error:
-        if not isinstance(error, ValueError):
+        if not isinstance(error, ValueError | ConnectionError):  # bad options, or a process that it needs has gone
             traceback.print_exc()
         channel.from_engine.put([Fatal(f"{type(error).__name__}: {error}")])
         return error

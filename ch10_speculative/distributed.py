@@ -37,7 +37,7 @@ NOTHING, FORWARD, STOP = range(3)
 PARTS = [f.name for f in fields(ForwardInput)]
 
 
-class RankError(RuntimeError):
+class RankError(RuntimeError, ConnectionError):
     """A rank has ended or cannot be reached; the message names it."""
 
 
@@ -271,7 +271,7 @@ class Group:
         except RuntimeError as error:
             if self.ranks:
                 self.ranks.check(patience_s=2.0)  # it knows who it was
-            reason = str(error).partition(". ")[0]
+            reason = str(error).partition(". ")[0].rpartition("] ")[2]  # without the place in gloo's source
             raise RankError(f"rank {self.rank} has lost the others: {reason}") from None
 
 
@@ -310,8 +310,11 @@ def attend(config: EngineConfig) -> int:
         while not ranks.wait(0.2):
             late = len(signals) > 1 or (signals and time.monotonic() > signals[0] + LEAVE_S)
             if late or any(process.poll() for process in ranks.processes.values()):
-                return 1
-        return int(any(process.returncode for process in ranks.processes.values()))
+                break
+        rank, status = ranks.culprit() or (0, 1)
+        if status < 0:  # who ends by itself has said why
+            print(f"error: rank {rank} ended with signal {signal.Signals(-status).name}", file=sys.stderr, flush=True)
+        return int(status != 0)
     finally:
         ranks.close()
 

@@ -91,8 +91,8 @@ class ModelConfig:
         if not works(size):
             sizes = ", ".join(str(n) for n in range(1, self.heads + 1) if works(n))
             raise ValueError(
-                f"tp {size} does not divide {self.heads} heads, {self.kv_heads} KV heads and an intermediate size of "
-                f"{self.intermediate}: tp can be {sizes}"
+                f"tp {size} cannot share {self.heads} heads, {self.kv_heads} KV heads and an intermediate size of "
+                f"{self.intermediate} evenly: tp can be {sizes}"
             )
 
 

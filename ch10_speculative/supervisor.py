@@ -145,10 +145,11 @@ def main() -> int:
         try:
             Engine(config).runner.follow()
         except (ValueError, RankError) as problem:
-            error = problem
+            error, said = problem, one_line(problem)
             if isinstance(problem, ValueError):
                 time.sleep(GRACE_S)  # rank 0, if it has the same problem, tells it and ends this process
-            print(f"error: rank {place.rank}: {one_line(problem)}", file=sys.stderr, flush=True)
+                said = f"rank {place.rank}: {said}"
+            print(f"error: {said}", file=sys.stderr, flush=True)
     return 0 if error is None else LOST if isinstance(error, RankError) else 2 if isinstance(error, ValueError) else 1
 
 

@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     try:
         return run(root, args)
     except ChapterError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader of a pipe (head, less) left; Python must not complain about it at exit either.

@@ -223,9 +223,9 @@ def _explain(e: Exception) -> str:
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Run a command and exit with what it returns (None is 0).
 
-    ValueError and OSError (bad input, a missing checkpoint or file) become one line ``error: …`` and status 2; Ctrl-C
-    is 130; a reader that closed our pipe is 141 without a word, as for any Unix tool. Everything else, and an error
-    without a message, is a fault of the program and keeps its traceback.
+    ValueError and OSError (bad input, a missing checkpoint or file) become one line ``error: …`` and status 2, or 1 for a
+    ConnectionError (somebody who is needed has gone); Ctrl-C is 130; a reader that closed our pipe is 141 without a word,
+    as for any Unix tool. Everything else, and an error without a message, is a fault of the program and keeps its traceback.
     """
     try:
         status = main() or 0
@@ -241,5 +241,5 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         if not str(e):
             raise
         _say(_explain(e))
-        sys.exit(2)
+        sys.exit(1 if isinstance(e, ConnectionError) else 2)
     sys.exit(status)

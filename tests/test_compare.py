@@ -271,6 +271,7 @@ def test_the_command_writes_one_result_and_one_figure(tree, tmp_path, monkeypatc
         (["--peer-python", "python3"], "belongs to no --peer"),
         (["--peer", "vllm", "--peer-python", "/no/such/python"], "no program /no/such/python"),
         (["--peer-name", "x"], "belong to a --peer-url each"),
+        (["--peer-url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
         (["--variant", "ch95"], "a variant is"),
         (["ch99"], "unknown chapter 'ch99'"),
     ],

@@ -232,6 +232,26 @@ def test_a_host_that_is_lost_ends_the_other_one(chapter: str, host: int) -> None
         second.communicate()
 
 
+@pytest.mark.parametrize("chapter", PROCESS_CHAPTERS[:1])
+def test_a_rank_that_is_lost_on_one_host_is_said_in_one_line_on_each(chapter: str) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", f"{chapter}.serve", *tiny_flags(), *host_flags(1, "127.0.0.1", port)]
+    second = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    try:
+        with Server(chapter, *tiny_flags(), *host_flags(0, "127.0.0.1", port)) as first:
+            (rank,) = set(group(second.pid)) - {second.pid}
+            os.kill(rank, signal.SIGKILL)
+            _, said = second.communicate(timeout=NOTICED_S)
+            assert (second.returncode, said) == (1, "error: rank 1 ended with signal SIGKILL\n")
+            gone(group(first.pid), NOTICED_S)
+            assert first.stop() == 1
+            lost = [line for line in first.log.splitlines() if not line.startswith("ready: ")]
+            assert len(lost) == 1 and "error: RankError: rank 0 has lost the others" in lost[0], "and no traceback"
+    finally:
+        if second.poll() is None:
+            os.killpg(second.pid, signal.SIGKILL)
+
+
 @pytest.mark.full
 def test_torchrun_starts_the_ranks_as_well(chapter: str) -> None:
     port = str(free_port())
