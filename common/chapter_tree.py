@@ -28,7 +28,7 @@ LAYERS = {
 }
 READING_ORDER = [f"{module}.py" for modules in LAYERS.values() for module in modules.split()]
 TYPES = {
-    **dict.fromkeys(("parent", "title", "title_zh", "mechanism"), str),
+    **dict.fromkeys(("parent", "title", "title_zh", "mechanism", "mechanism_zh"), str),
     "budget": int,
     **dict.fromkeys(("added", "modified", "removed", "order"), list),
 }
@@ -59,6 +59,7 @@ class Chapter:
     title: str
     title_zh: str
     mechanism: str
+    mechanism_zh: str  # in Chinese; the English one where the file has none
     budget: int | None
     added: tuple[str, ...]
     modified: tuple[str, ...]
@@ -150,7 +151,10 @@ def load(folder: Path) -> Chapter:
         raise ChapterError(Problem(where, f"no {', '.join(missing)}", "add one line for each"))
     lists = {key: tuple(data.get(key, ())) for key in ("added", "modified", "removed", "order")}
     budget = data.get("budget", BUDGETS.get(int(folder.name[2:4])))
-    return Chapter(folder, data.get("parent", ""), data["title"], data["title_zh"], data["mechanism"], budget, **lists)
+    words = [data["title"], data["title_zh"], data["mechanism"]]
+    return Chapter(
+        folder, data.get("parent", ""), *words, data.get("mechanism_zh") or data["mechanism"], budget, **lists
+    )
 
 
 def folders(root: Path) -> list[Path]:

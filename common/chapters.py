@@ -41,12 +41,15 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m common.chapters", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("list").add_argument("--markdown", action="store_true")
+    listing = commands.add_parser("list")
     commands.add_parser("check")
     diff = commands.add_parser("diff")
     diff.add_argument("chapter", help="06, ch06 or the folder's name")
     diff.add_argument("--stat", action="store_true", help="sizes only")
-    commands.add_parser("lineage").add_argument("--markdown", action="store_true")
+    matrix = commands.add_parser("lineage")
+    for command in (listing, matrix):
+        command.add_argument("--markdown", action="store_true")
+        command.add_argument("--chinese", action="store_true", help="heads and mechanisms in Chinese")
     changed = commands.add_parser("objects")
     changed.add_argument("chapter", help="06, ch06 or the folder's name")
     changed.add_argument("--markdown", action="store_true")
@@ -74,16 +77,19 @@ def table(header: Sequence[str], rows: list[list[str]], markdown: bool = False) 
     ]
 
 
-def _list(chapters: list[Chapter], markdown: bool) -> list[str]:
+def _list(chapters: list[Chapter], markdown: bool, chinese: bool) -> list[str]:
+    header = ["chapter", "parent", "mechanism", "lines", "added", "removed", "budget"]
+    if chinese:
+        header = ["章", "父章", "机制", "行数", "增加", "删除", "上限"]
     rows = []
     for chapter in chapters:
         sources = [file for file in chapter.files if file.endswith(".py") and not is_free(file)]
         count = sum(len(lines(chapter.text(file))) for file in sources)
         counted = [change for change in lesson(chapters, chapter) if change.counted]
         sizes = [count, *(sum(getattr(change, key) for change in counted) for key in ("added", "removed"))]
-        words = [chapter.name, chapter.parent or "-", chapter.mechanism]
+        words = [chapter.name, chapter.parent or "-", chapter.mechanism_zh if chinese else chapter.mechanism]
         rows.append([*words, *map(str, sizes), str(chapter.budget or "-")])
-    return table(["chapter", "parent", "mechanism", "lines", "added", "removed", "budget"], rows, markdown)
+    return table(header, rows, markdown)
 
 
 def _check(root: Path) -> int:
@@ -134,9 +140,10 @@ def run(root: Path, args: argparse.Namespace) -> int:
     if args.command == "html":
         return _html(root, chapters, args.out or root / "build" / "html")
     if args.command == "list":
-        text = _list(chapters, args.markdown)
+        text = _list(chapters, args.markdown, args.chinese)
     elif args.command == "lineage":
-        text = table(*lineage(chapters), markdown=args.markdown)
+        header, rows = lineage(chapters)
+        text = table(["文件" if args.chinese else header[0], *header[1:]], rows, markdown=args.markdown)
     elif args.command == "objects":
         rows = [list(astuple(item)) for item in objects(root, chapters, find(chapters, args.chapter))]
         text = table(["kind", "name", "change", "place", "purpose", "official"], rows, args.markdown)

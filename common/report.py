@@ -49,7 +49,7 @@ class Report:
 
     root: Path
     _results: dict[str, Any] = field(default_factory=dict)
-    _outputs: dict[str, str] = field(default_factory=dict)
+    _outputs: dict[tuple[str, bool], str] = field(default_factory=dict)
 
     def render(self, block: Block, chinese: bool) -> str:
         """Body of a block, with the line breaks around it. Raises ReportError."""
@@ -57,8 +57,8 @@ class Report:
         renderers: dict[str, tuple[int, Callable[..., str]]] = {
             "table": (2, lambda result, table: self._table(result, table, chinese)),
             "value": (3, self._value),
-            "lineage": (0, lambda: self._chapters("lineage")),
-            "sizes": (0, lambda: self._chapters("sizes")),
+            "lineage": (0, lambda: self._chapters("lineage", chinese)),
+            "sizes": (0, lambda: self._chapters("sizes", chinese)),
         }
         if kind not in renderers:
             raise ReportError(f"unknown block {block.name!r}, known are {', '.join(renderers)}")
@@ -101,15 +101,16 @@ class Report:
         except ValueError as error:
             raise ReportError(f"{key!r} of docs/results/{result}.json as {spec!r}: {error}") from None
 
-    def _chapters(self, what: str) -> str:
-        if what not in self._outputs:
-            command = [sys.executable, "-m", "common.chapters", *COMMANDS[what]]
+    def _chapters(self, what: str, chinese: bool) -> str:
+        key = (what, chinese)
+        if key not in self._outputs:
+            command = [sys.executable, "-m", "common.chapters", *COMMANDS[what], *["--chinese"] * chinese]
             done = subprocess.run(command, cwd=self.root, capture_output=True, text=True, check=False)
             if done.returncode:
                 reason = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
                 raise ReportError(f"python {' '.join(command[1:])} failed: {reason}")
-            self._outputs[what] = done.stdout.strip("\n")
-        return self._outputs[what]
+            self._outputs[key] = done.stdout.strip("\n")
+        return self._outputs[key]
 
 
 def _cell(value: Any) -> str:
