@@ -151,10 +151,9 @@ def load(folder: Path) -> Chapter:
         raise ChapterError(Problem(where, f"no {', '.join(missing)}", "add one line for each"))
     lists = {key: tuple(data.get(key, ())) for key in ("added", "modified", "removed", "order")}
     budget = data.get("budget", BUDGETS.get(int(folder.name[2:4])))
-    words = [data["title"], data["title_zh"], data["mechanism"]]
-    return Chapter(
-        folder, data.get("parent", ""), *words, data.get("mechanism_zh") or data["mechanism"], budget, **lists
-    )
+    mechanism = data["mechanism"]
+    names = (data.get("parent", ""), data["title"], data["title_zh"], mechanism, data.get("mechanism_zh") or mechanism)
+    return Chapter(folder, *names, budget, **lists)
 
 
 def folders(root: Path) -> list[Path]:
