@@ -151,9 +151,8 @@ def load(folder: Path) -> Chapter:
         raise ChapterError(Problem(where, f"no {', '.join(missing)}", "add one line for each"))
     lists = {key: tuple(data.get(key, ())) for key in ("added", "modified", "removed", "order")}
     budget = data.get("budget", BUDGETS.get(int(folder.name[2:4])))
-    mechanism = data["mechanism"]
-    names = (data.get("parent", ""), data["title"], data["title_zh"], mechanism, data.get("mechanism_zh") or mechanism)
-    return Chapter(folder, *names, budget, **lists)
+    parent, title, title_zh, mechanism = (data.get(key, "") for key in ("parent", "title", "title_zh", "mechanism"))
+    return Chapter(folder, parent, title, title_zh, mechanism, data.get("mechanism_zh") or mechanism, budget, **lists)
 
 
 def folders(root: Path) -> list[Path]:
