@@ -175,6 +175,36 @@ def test_attention_with_scores_of_any_size(ops):
         assert (ops.paged_attention(*arguments) - want).abs().max() <= max(1e-5, 3 * theirs)
 
 
+IN_NEW_THREADS = """
+import threading, torch
+from common.cpu import native_ops
+torch.set_num_threads(1)
+
+def attend(dim, heads, kv_heads, tokens):
+    pages = -(-tokens // 16)
+    k, v = torch.randn(2, pages, 16, kv_heads, dim)
+    table = torch.arange(pages, dtype=torch.int32)[None]
+    bounds, lengths = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    native_ops().paged_attention(torch.randn(tokens, heads, dim), k, v, table, bounds, lengths, 0.1)
+
+kept = []
+for i in range(60):
+    for shape in ((64, 9, 3, 100), (128, 16, 8, 100), (256, 4, 2, 100)):
+        thread = threading.Thread(target=attend, args=shape)
+        thread.start()
+        thread.join()
+        kept.append(torch.empty(1000 + 16 * i))
+print("alive")
+"""
+
+
+def test_attention_keeps_to_its_scratch_memory_wherever_it_lies(ops):
+    """Each thread has its own, which malloc aligns to 16 bytes and the operator to 64: the allocator aborts the process
+    if something was written behind the end."""
+    done = subprocess.run([sys.executable, "-c", IN_NEW_THREADS], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr[-300:]
+
+
 def test_attention_of_nothing(ops):
     """No request, and requests without rows next to others."""
     empty = paged([], page=16, kv_heads=2, group=2, dim=16, dtype=torch.float32)

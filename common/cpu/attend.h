@@ -123,7 +123,7 @@ struct Worker {
         } places[] = {{&queries, most_rows * words},    {&keys, (words + kLanes) * kChunk},
                       {&values, kChunk / kPer * p.dim}, {&weights, most_rows * kChunk},
                       {&scores, most_rows * kChunk},    {&scale, most_rows}};
-        int64_t total = kLanes;
+        int64_t total = 64 / sizeof(float);  // room for the alignment, whatever the vectors of this machine
         for (Place& place : places) total += place.size = (place.size + kLanes - 1) / kLanes * kLanes;
         static thread_local std::vector<float> memory;  // kept: zeroing it in every call would cost as much as a chunk
         if ((int64_t)memory.size() < total) memory.resize(total);
