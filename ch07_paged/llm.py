@@ -9,6 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from common.child import interrupts_wait
 from common.trace import Tracer
 
 from .config import EngineConfig
@@ -48,6 +49,7 @@ class LLM:
         self._open: dict[int, _Open] = {}
         self._ready: list[tuple[int, RequestOutput]] = []  # complete, for the next step() to return
         self._next_id = 0
+        self._closed = False
 
     def __enter__(self) -> LLM:
         return self
@@ -56,7 +58,10 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        self.engine.close()
+        """Idempotent; add, step and generate raise RuntimeError from then on."""
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
 
     def generate(
         self,
@@ -71,33 +76,27 @@ class LLM:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(params)} SamplingParams")
-        mine: dict[int, RequestOutput | None] = {}
-        others: list[tuple[int, RequestOutput]] = []  # requests of add() that happen to finish meanwhile
+        first = self._next_id
+        done: dict[int, RequestOutput] = {}
         try:
-            for prompt, p in zip(prompts, params, strict=True):
-                mine[self.add(prompt, p)] = None
-            left = len(mine)
-            with tqdm(total=left, disable=not progress, desc="requests", unit="req") as bar:
-                while left:
-                    for rid, output in self._advance():
-                        if rid in mine:
-                            mine[rid] = output
-                            left -= 1
-                            bar.update()
-                        else:
-                            others.append((rid, output))
+            mine = [self.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+            with tqdm(total=len(mine), disable=not progress, desc="requests", unit="req") as bar:
+                while len(done) < len(mine):
+                    self._advance()
+                    done.update((rid, output) for rid, output in self._ready if rid >= first)
+                    self._ready = [(rid, output) for rid, output in self._ready if rid < first]  # of add(): for step()
+                    bar.update(len(done) - bar.n)
         except BaseException:  # Ctrl-C above all: nothing of an unfinished call stays in the engine
-            for rid in mine:
+            for rid in range(first, self._next_id):
                 self.abort(rid)
                 self._open.pop(rid, None)
-            self._ready = [(rid, output) for rid, output in self._ready if rid not in mine]
+            self._ready = [(rid, output) for rid, output in self._ready if rid < first]
             raise
-        finally:
-            self._ready += others
-        return [output for output in mine.values() if output is not None]
+        return [done[rid] for rid in mine]
 
     def add(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> int:
         """Queue one request and return its id."""
+        self._check_open()
         rid, self._next_id = self._next_id, self._next_id + 1
         arrival = time.perf_counter()
         params = SamplingParams() if params is None else params
@@ -117,7 +116,9 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Advance the engine by one step; returns the requests that finished in it."""
-        return [output for _, output in self._advance()]
+        self._advance()
+        finished, self._ready = self._ready, []
+        return [output for _, output in finished]
 
     def abort(self, rid: int) -> None:
         """Stop a request at the next step boundary: that step returns it with finish_reason "abort". Idempotent."""
@@ -129,6 +130,10 @@ class LLM:
     def stats(self) -> dict[str, int]:
         return self.engine.stats()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this LLM is closed")
+
     def _encode(self, rid: int, prompt: str | Sequence[int]) -> list[int]:
         if self.tracer:
             self.tracer.emit("LLM", "submit", rid)
@@ -139,18 +144,18 @@ class LLM:
             self.tracer.emit("Tokenizer", "encode", rid, length=len(ids))
         return ids
 
-    def _advance(self) -> list[tuple[int, RequestOutput]]:
-        outs = self.engine.step()
-        finished, self._ready = self._ready, []
-        for out in outs:
-            request = self._open.get(out.rid)
-            if request is None:  # of a generate() that was interrupted
-                continue
-            self._take(request, out)
-            if out.finish:
-                del self._open[out.rid]
-                finished.append((out.rid, request.output))
-        return finished
+    def _advance(self) -> None:
+        """One step of the engine; who finished in it is in _ready."""
+        self._check_open()
+        with interrupts_wait():  # else Ctrl-C could lose what a step has produced
+            for out in self.engine.step():
+                request = self._open.get(out.rid)
+                if request is None:  # of a generate() that was interrupted
+                    continue
+                self._take(request, out)
+                if out.finish:
+                    del self._open[out.rid]
+                    self._ready.append((out.rid, request.output))
 
     def _take(self, request: _Open, out: TokensOut) -> None:
         output, elapsed = request.output, time.perf_counter() - request.arrival

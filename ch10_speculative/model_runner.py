@@ -6,7 +6,6 @@ import time
 
 import torch
 
-from common.child import interrupts_wait
 from common.trace import Tracer
 
 from .attention import Backend
@@ -79,9 +78,8 @@ class ModelRunner:
         """prepare and forward, on all ranks, traced."""
         started = time.perf_counter()
         inp = self.prepare(batch)
-        with interrupts_wait():  # ranks of which one stopped halfway would never meet again
-            self.group.send(inp)
-            logits = self.forward(inp)
+        self.group.send(inp)
+        logits = self.forward(inp)
         if self.tracer:
             for item in batch.items:
                 self.tracer.emit(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -179,6 +182,45 @@ def test_an_interruption_while_prompts_are_added_takes_them_back(llm: Any) -> No
         llm.generate(["a", [], "c"], BRIEF, progress=False)
     assert not drain(llm)
     assert llm.generate(["a"], BRIEF, progress=False)[0].finish_reason == "length"
+
+
+def test_ctrl_c_in_the_middle_of_a_step_loses_no_token(any_llm: Any) -> None:
+    """It arrives where the step has produced its tokens and nobody has them yet."""
+    params = params_of(any_llm, max_tokens=6, ignore_eos=True)
+    (want,) = any_llm.generate([[9]], params, progress=False)
+    any_llm.add([9], params)
+    any_llm.step()
+    process = any_llm.engine.scheduler.process
+    signals = iter([signal.SIGINT])
+
+    def signalled(*args: Any) -> Any:
+        outs = process(*args)
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+        return outs
+
+    any_llm.engine.scheduler.process = signalled
+    with pytest.raises(KeyboardInterrupt):
+        any_llm.generate([[5], [6]], params, progress=False)
+    found = []
+    for _ in range(50):
+        if any_llm.has_work():
+            found += any_llm.step()
+    assert not any_llm.has_work(), "nothing is waited for that never comes"
+    assert [o.token_ids for o in found] == [want.token_ids]
+
+
+def test_a_closed_llm_answers_nothing() -> None:
+    llm = open_llm()
+    llm.add([5], BRIEF)
+    llm.close()
+    llm.close()
+    for call in (lambda: llm.generate([[5]], BRIEF, progress=False), lambda: llm.add([5]), llm.step):
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            call()
+    llm.abort(0)
+    assert llm.stats()["steps"] == 0
 
 
 def interrupt(owner: Any, name: str, error: type[BaseException], at: int) -> None:
