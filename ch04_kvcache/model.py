@@ -20,6 +20,7 @@ SCALINGS = {  # kind of rope scaling -> the numbers it needs
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}  # of transformers' config classes; llama: all heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class ModelConfig:
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported: only silu is")
         rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if original := config.get("original_max_position_embeddings"):
+            rope = {**rope, "original_max_position_embeddings": original}  # it wins, as in transformers
         rope_kind = rope.get("rope_type") or rope.get("type") or "default"
         if rope_kind not in SCALINGS:
             raise ValueError(f"rope scaling {rope_kind!r} is not supported: {', '.join(SCALINGS)} are")
@@ -61,20 +64,24 @@ class ModelConfig:
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         heads = config["num_attention_heads"]
-        bias = bool(config.get("attention_bias", False))
+        kv_heads = config.get("num_key_value_heads", DEFAULT_KV_HEADS.get(kind)) or heads
+        head_dim = config.get("head_dim", 128 if kind == "qwen3" else None) or config["hidden_size"] // heads
+        if heads % kv_heads or head_dim % 2:
+            raise ValueError(f"{heads} heads do not divide among {kv_heads} KV heads, or head_dim {head_dim} is odd")
+        bias = kind in ("llama", "qwen3") and bool(config.get("attention_bias", False))
         return ModelConfig(
             hidden=config["hidden_size"],
             intermediate=config["intermediate_size"],
             layers=config["num_hidden_layers"],
             heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             vocab=config["vocab_size"],
             norm_eps=config.get("rms_norm_eps", 1e-6),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=bias or kind == "qwen2",
             out_bias=bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            mlp_bias=kind == "llama" and bool(config.get("mlp_bias", False)),
             qk_norm=kind == "qwen3",
             rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
             rope_scaling=None if rope_kind == "default" else {**rope, "rope_type": rope_kind},

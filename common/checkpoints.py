@@ -6,6 +6,7 @@ safetensors only and code that comes with a model never runs. Which architecture
 
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,12 @@ __all__ = ["Checkpoint", "CheckpointError", "TensorSlice", "TensorSource", "reso
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "max_position_embeddings", "original_max_position_embeddings",
+)  # fmt: skip
+MOST = 10**7
+ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "rope_theta")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # One level of files only: some repositories repeat their weights in other formats in subfolders.
 HUB_FILES = ["*.json", "*.jinja", "model*.safetensors", "tokenizer.model", "merges.txt"]
@@ -95,6 +102,7 @@ def _load(folder: Path, name: str) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json: --model takes {KINDS}")
     config = _read_json(folder / "config.json")
+    _check_config(folder, config)
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         raise CheckpointError(f"{folder} has no tokenizer: one of {', '.join(TOKENIZER_FILES)} is needed")
@@ -114,11 +122,30 @@ def _load(folder: Path, name: str) -> Checkpoint:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {_line(error)}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"cannot read {path}: not a JSON object")
     return data
+
+
+def _check_config(folder: Path, config: dict[str, Any]) -> None:
+    """Raise CheckpointError for numbers that no model can have; which of them a model needs is its own affair."""
+    where = f"{folder}/config.json"
+    for key in SIZES:
+        value = config.get(key)
+        if value is not None and not (type(value) is int and 1 <= value <= MOST):
+            raise CheckpointError(f"{where}: {key} is {value!r}, not an integer from 1 to {MOST}")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key)
+        if rope is not None and not isinstance(rope, dict):
+            raise CheckpointError(f"{where}: {key} is {rope!r}, not an object")
+        numbers = {name: (rope or {})[name] for name in ROPE_NUMBERS if name in (rope or {})}
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise CheckpointError(f"{where}: {name} is {value!r}, not a positive number")
+        if numbers.get("low_freq_factor", 0) > numbers.get("high_freq_factor", math.inf):
+            raise CheckpointError(f"{where}: low_freq_factor is above high_freq_factor")
 
 
 def _eos_ids(folder: Path, *sources: dict[str, Any]) -> tuple[int, ...]:
@@ -141,14 +168,20 @@ def _size(folder: Path, config: dict[str, Any], key: str) -> int:
 
 
 def _check_weights(folder: Path) -> None:
-    files = set(_weight_map(folder).values()) if (folder / INDEX).is_file() else {SINGLE}
+    sharded = _is_sharded(folder)
+    files = set(_weight_map(folder).values()) if sharded else {SINGLE}
     missing = sorted(file for file in files if not (folder / file).is_file())
-    if missing and (folder / INDEX).is_file():
+    if missing and sharded:
         raise CheckpointError(f"{folder} is incomplete: {missing[0]} is missing ({len(missing)} of {len(files)} files)")
     if missing and any(folder.glob("*.bin")):
         raise CheckpointError(f"{folder} has its weights as .bin: safetensors only, convert it or take another copy")
     if missing:
         raise CheckpointError(f"{folder} has no weights: {SINGLE}, or {INDEX} and its files, is needed")
+
+
+def _is_sharded(folder: Path) -> bool:
+    """Where there are both, the single file counts, as in transformers: the index may be left over."""
+    return (folder / INDEX).is_file() and not (folder / SINGLE).is_file()
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -212,7 +245,7 @@ class _FileSource:
         self.folder = folder
         self.stack = stack
         self.handles: dict[str, Any] = {}
-        if (folder / INDEX).is_file():
+        if _is_sharded(folder):
             self.files = _weight_map(folder)
         else:
             self.files = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)

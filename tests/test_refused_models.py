@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from common.tiny import cached_tiny_model, tiny_config, tiny_model
 from tests.oracle import assert_greedy, hf_model
@@ -36,6 +37,17 @@ REFUSED = {
     "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
     "longrope": ({"rope_parameters": None, "rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope'"),
+    "half a llama3 rope": ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks low_freq_factor"),
+    "frequencies the wrong way round": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
+        "low_freq_factor is above high_freq_factor",
+    ),
+    "rope that is no object": ({"rope_scaling": "linear"}, "rope_scaling is 'linear', not an object"),
+    "a rope factor that is no number": ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is '2', not a"),
+    "heads that KV heads do not divide": ({"num_key_value_heads": 3}, "8 heads do not divide among 3 KV heads"),
+    "an odd head size": ({"head_dim": 7}, "head_dim 7 is odd"),
+    "a negative size": ({"intermediate_size": -1}, "intermediate_size is -1, not an integer from 1 to"),
+    "a huge size": ({"head_dim": 2**70}, "head_dim is 1180591620717411303424, not an integer from 1 to"),
     "another shape": ({"hidden_size": 32}, "does not fit"),
     "more layers than weights": ({"num_hidden_layers": 4}, "9 tensors are missing"),
     "fewer layers than weights": ({"num_hidden_layers": 2}, "no place for 9 tensors"),
@@ -49,6 +61,53 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(engine_chapter, what,
         engine_chapter.LLM(with_config(tmp_path, **changes), **OPTIONS)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_head_of_its_own_in_a_model_that_is_called_tied_is_refused(engine_chapter, tmp_path):
+    """transformers does not tie them then: to drop the head without a word would give other tokens."""
+    with pytest.raises(ValueError, match=r"ties the head to the embedding, but lm_head\.weight is not equal to it"):
+        engine_chapter.LLM(with_config(tmp_path, tie_word_embeddings=True), **OPTIONS)
+
+
+def test_a_tied_model_may_repeat_its_embedding_as_head(engine_chapter, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(cached_tiny_model("llama", tie_word_embeddings=True), folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
+    prompt = prompt_of(14)
+    with engine_chapter.LLM(str(folder), **OPTIONS) as llm:
+        [output] = llm.generate([prompt], engine_chapter.SamplingParams(max_tokens=5), progress=False)
+    assert_greedy(str(folder), prompt, output.token_ids)
+
+
+def test_an_index_that_is_left_over_beside_a_single_file_counts_for_nothing(engine_chapter, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(cached_tiny_model("llama"), folder)
+    other = load_file(cached_tiny_model("llama", vocab_size=1003, rope_theta=500_000.0) / "model.safetensors")
+    save_file({name: tensor * 0.5 for name, tensor in other.items()}, folder / "old.safetensors")
+    index = {"weight_map": dict.fromkeys(other, "old.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    prompt = prompt_of(14)
+    with engine_chapter.LLM(str(folder), **OPTIONS) as llm:
+        [output] = llm.generate([prompt], engine_chapter.SamplingParams(max_tokens=5), progress=False)
+    assert_greedy(str(folder), prompt, output.token_ids)
+
+
+AS_TRANSFORMERS_READS_IT = {
+    "llama3 rope, context at the top": ("llama3rope", {"original_max_position_embeddings": 32}),
+    "qwen2, a key that means nothing there": ("qwen2", {"attention_bias": True, "mlp_bias": True}),
+    "mistral, a key that means nothing there": ("mistral", {"attention_bias": True}),
+}
+
+
+@pytest.mark.parametrize("what", AS_TRANSFORMERS_READS_IT)
+def test_what_a_key_means_is_what_transformers_takes_it_for(engine_chapter, what, tmp_path):
+    arch, changes = AS_TRANSFORMERS_READS_IT[what]
+    folder = with_config(tmp_path, arch, **changes)
+    prompt = prompt_of(100)
+    with engine_chapter.LLM(folder, **OPTIONS) as llm:
+        [output] = llm.generate([prompt], engine_chapter.SamplingParams(max_tokens=10), progress=False)
+    assert_greedy(folder, prompt, output.token_ids)
 
 
 WINDOWS = {
