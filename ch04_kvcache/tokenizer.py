@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of text that one token can stand for at most, if the text is not normalized before."""
+        return max(map(len, self._fast.get_vocab()))
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Raises ValueError for text that is not Unicode (lone surrogates)."""

@@ -123,6 +123,9 @@ class CompletionCall(Call):
         return [self.prompt] if single else self.prompt  # type: ignore[return-value]
 
 
+Nothing = Annotated[list[Any], Field(max_length=0)]  # an answer of this server that comes back as history has it
+
+
 class TextPart(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text"]
@@ -135,6 +138,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
+    annotations: Nothing = []
+    tool_calls: Nothing = []
     name: Text | None = None
 
     def plain(self) -> dict[str, str]:
@@ -157,6 +162,8 @@ class ChatCall(Call):
             raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         extras = {"logprobs": ("top_logprobs", (self.top_logprobs or 0) if self.logprobs else None)}
         if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise ApiError(400, "max_tokens and max_completion_tokens contradict each other", "max_tokens")
             extras["max_tokens"] = ("max_completion_tokens", self.max_completion_tokens)
         return extras
 
@@ -266,13 +273,20 @@ def chat_logprobs(entries: Sequence[dict[str, Any]], name: Any) -> dict[str, Any
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(entries: Sequence[dict[str, Any]], name: Any, offset: int) -> dict[str, Any]:
-    """The completions form; ``offset`` is the length of the choice's text before these tokens, in characters."""
-    tokens = [name(e["token_id"]) for e in entries]
-    offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
+def completion_logprobs(entries: Sequence[dict[str, Any]], name: Any, offsets: list[int]) -> dict[str, Any]:
+    """The completions form; ``offsets``: characters of the choice's text before each of these tokens."""
+
+    def key(token: int) -> str:
+        text = name(token)
+        return f"token_id:{token}" if "\ufffd" in text else text  # parts of characters would all be called the same
+
+    tops: list[dict[str, float]] = [{} for _ in entries]
+    for found, entry in zip(tops, entries, strict=True):
+        for token, logprob in entry["top"].items():
+            found.setdefault(key(token), logprob)  # of two with one text the likelier
     return {
-        "tokens": tokens,
+        "tokens": [key(e["token_id"]) for e in entries],
         "token_logprobs": [e["logprob"] for e in entries],
-        "top_logprobs": [{name(t): lp for t, lp in e["top"].items()} for e in entries],
+        "top_logprobs": tops,
         "text_offset": offsets,
     }

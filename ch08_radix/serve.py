@@ -18,6 +18,7 @@ from common.http import BoundedHead, bind
 from common.trace import Tracer
 
 from .config import EngineConfig, ServerConfig
+from .core import SamplingParams
 from .frontend import Channel, Frontend, run_engine
 from .message import Stop
 from .server import Server
@@ -107,7 +108,12 @@ class HttpThread:
         """Sampling where a request is silent: the model's generation_config, else OpenAI's temperature 1."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         found = {name: self.checkpoint.generation.get(name) for name in names}
-        return {"temperature": 1.0} | {name: value for name, value in found.items() if value is not None}
+        defaults = {"temperature": 1.0} | {name: value for name, value in found.items() if value is not None}
+        try:
+            SamplingParams(**defaults)
+        except ValueError as error:
+            raise ValueError(f"generation_config.json of {self.checkpoint.name}: {error}") from None
+        return defaults
 
 
 def serve(config: EngineConfig, http: HttpThread, tracer: Tracer | None = None) -> int:

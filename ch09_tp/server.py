@@ -1,51 +1,34 @@
-"""The HTTP interface: routes, what guards them, and how an answer is streamed, timed and cancelled."""
+"""The HTTP interface: routes, what guards them, and what becomes of a request before it is one."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from common.http import body_schema, chain, read_body, when_gone
+from common.http import body_schema, chain, read_body, unless_gone, when_gone
 from common.values import shown
 
 from .config import ServerConfig
 from .core import SamplingParams
-from .frontend import Delta, Frontend, Stream
+from .exchange import OVERTIME, Choice, Exchange
+from .frontend import Frontend
 from .message import Flush
-from .protocol import (
-    Answer,
-    ApiError,
-    Call,
-    ChatCall,
-    CompletionCall,
-    bad_value,
-    chat_logprobs,
-    completion_logprobs,
-    parse,
-    usage,
-)
+from .protocol import Answer, ApiError, Call, ChatCall, CompletionCall, bad_value, parse
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 INLINE_CHARS = 4096  # tokenized at once, in a few milliseconds
-
-
-@dataclass(slots=True)
-class Choice:
-    """One answer of a call: a stream, and what has been read from it."""
-
-    index: int
-    stream: Stream
-    token_chars: int = 0  # of the texts of the tokens it has
-    begun: bool = False
+NORMALIZED = 4  # characters that a tokenizer may make one of before it looks for tokens
 
 
 class Server:
@@ -57,6 +40,7 @@ class Server:
         # Tokenizing lets go of the interpreter lock: a huge prompt costs this thread, not the streams of others, and
         # only other huge ones wait for it.
         self.pool = ThreadPoolExecutor(1, "tokenize")
+        self.tokenizing = 0  # prompts that wait for it
         self.app = FastAPI(title="mini-sglang chapters", docs_url="/docs", redoc_url=None)
         self.app.add_exception_handler(ApiError, _api_error)
         self.app.add_exception_handler(404, _not_found)
@@ -101,7 +85,7 @@ class Server:
         call = await self._admit(request, CompletionCall)
         params = call.sampling(self.defaults)
         prompts = call.prompts()
-        ids = prompts if isinstance(prompts[0], list) else await self._encode(prompts, "prompt")
+        ids = prompts if isinstance(prompts[0], list) else await self._encode(request, prompts, "prompt")
         return await self._answer(request, call, ids, params, DEFAULT_MAX_TOKENS)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -111,7 +95,7 @@ class Server:
             text = self.frontend.tokenizer.render_chat([m.plain() for m in call.messages])
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
-        ids = await self._encode([text], "messages", special_tokens=False)
+        ids = await self._encode(request, [text], "messages", special_tokens=False)
         return await self._answer(request, call, ids, params, None)
 
     async def _admit(self, request: Request, kind: type[Any]) -> Any:
@@ -135,8 +119,9 @@ class Server:
         call = parse(kind, body)
         if call.model is not None:
             self._known_model(call.model)
-        if call.stream_options is not None and not call.stream:
+        if call.stream_options and call.stream_options.include_usage and not call.stream:
             raise ApiError(400, "stream_options needs stream: true", "stream_options")
+        request.state.admitted = time.perf_counter()
         return call
 
     async def _answer(
@@ -151,7 +136,7 @@ class Server:
         choices = self._submit(prompts, call.n, params, default_max_tokens, "messages" if chat else "prompt")
         include_usage = bool(call.stream_options and call.stream_options.include_usage)
         answer = Answer(self.model, chat, include_usage)
-        exchange = Exchange(self.frontend, choices, answer, params.logprobs is not None, self.config.request_timeout)
+        exchange = Exchange(self.frontend, choices, answer, params.logprobs is not None, self._time_left(request))
         watcher = asyncio.create_task(when_gone(request, exchange.cancel))
         if not call.stream:
             try:
@@ -186,30 +171,62 @@ class Server:
             raise ApiError(400, message, "n" if n > 1 else field)
         if self.frontend.state != "ready":  # it may have changed while the prompt was tokenized
             raise ApiError(503, f"the server is {self.frontend.state}")
-        if not self.frontend.room(len(prompts) * n):
-            message = f"the queue is full: {self.config.max_queue} requests may wait"
-            raise ApiError(429, message, headers={"Retry-After": "1"})
+        self._check_room(len(prompts) * n)
         filled = asyncio.Event()
         streams = [self.frontend.submit(ids, own, max_tokens, filled) for ids, max_tokens in checked for own in each]
         return [Choice(index, stream) for index, stream in enumerate(streams)]
 
-    async def _encode(self, texts: list[str], field: str, special_tokens: bool = True) -> list[list[int]]:
+    def _check_room(self, count: int) -> None:
+        if not self.frontend.room(count):
+            message = f"the queue is full: {self.config.max_queue} requests may wait"
+            raise ApiError(429, message, headers={"Retry-After": "1"})
+
+    async def _encode(
+        self, request: Request, texts: list[str], field: str, special_tokens: bool = True
+    ) -> list[list[int]]:
         def encode() -> list[list[int]]:
             return [self.frontend.tokenizer.encode(text, special_tokens) for text in texts]
 
         try:
             small = sum(map(len, texts)) <= INLINE_CHARS
-            ids = encode() if small else await asyncio.get_running_loop().run_in_executor(self.pool, encode)
+            ids = encode() if small else await self._encode_aside(request, encode, texts)
         except ValueError as error:
             raise ApiError(400, f"{field}: {error}", field) from None
         if self.frontend.tracer:
             self.frontend.tracer.emit("Tokenizer", "encode", 0, length=sum(map(len, ids)))
         return ids
 
+    async def _encode_aside(
+        self, request: Request, encode: Callable[[], list[list[int]]], texts: list[str]
+    ) -> list[list[int]]:
+        """encode() in the thread for huge prompts, unless it can be seen before that they do not fit, or while it waits
+        its time is over or its client goes."""
+        tokenizer, limits = self.frontend.tokenizer, self.frontend.limits
+        assert limits is not None
+        chars, most = max(map(len, texts)), limits.max_model_len
+        if chars > most * tokenizer.longest_token * NORMALIZED:
+            raise ValueError(f"{chars} characters are more than max_model_len {most} tokens can hold")
+        self._check_room(self.tokenizing + len(texts))
+        self.tokenizing += len(texts)
+        try:
+            work = asyncio.get_running_loop().run_in_executor(self.pool, encode)
+            return await unless_gone(request, work, self._time_left(request))
+        except TimeoutError:
+            raise ApiError(504, OVERTIME) from None
+        except ClientDisconnect:
+            raise ApiError(503, "the client has gone") from None
+        finally:
+            self.tokenizing -= len(texts)
+
+    def _time_left(self, request: Request) -> float:
+        """Seconds until the request is overdue; 0: there is no limit."""
+        limit = self.config.request_timeout
+        return max(0.001, request.state.admitted + limit - time.perf_counter()) if limit else 0.0
+
     def _authorise(self, request: Request) -> None:
-        key = self.config.api_key
-        given = request.headers.get("authorization", "")
-        if key and not hmac.compare_digest(given.encode(errors="replace"), f"Bearer {key}".encode()):
+        key = self.config.api_key.encode(errors="surrogateescape")
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if key and not (scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), key)):
             raise ApiError(
                 401, "a valid API key is needed: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"}
             )
@@ -224,111 +241,7 @@ class Server:
         return {"id": self.model, "object": "model", "created": 0, "owned_by": "mini-sglang-chapters", **more}
 
 
-class Exchange:
-    """Reads all choices of one call to their ends, within the time limit; cancel() from anywhere ends it early."""
-
-    def __init__(
-        self, frontend: Frontend, choices: list[Choice], answer: Answer, logprobs: bool, timeout_s: float
-    ) -> None:
-        """timeout_s: 0 for no limit."""
-        self.frontend, self.choices, self.answer, self.logprobs = frontend, choices, answer, logprobs
-        self.filled = choices[0].stream.filled  # of all of them
-        loop = asyncio.get_running_loop()
-        self.timer = loop.call_later(timeout_s, self.cancel, "timeout") if timeout_s else None
-
-    def cancel(self, reason: str = "abort") -> None:
-        """Abort what is still open; readers see it end. Idempotent."""
-        if self.timer:
-            self.timer.cancel()
-        for choice in self.choices:
-            self.frontend.abort(choice.stream, reason)
-
-    async def collect(self) -> dict[str, Any]:
-        """The whole answer."""
-        texts = ["" for _ in self.choices]
-        entries: list[list[dict[str, Any]]] = [[] for _ in self.choices]
-        reasons = ["" for _ in self.choices]
-        async for choice, delta in self._deltas():
-            texts[choice.index] += delta.text
-            entries[choice.index] += delta.logprobs
-            if delta.finish:
-                reasons[choice.index] = delta.finish.reason
-        made = [
-            self.answer.choice(c.index, texts[c.index], self._logprobs(entries[c.index], 0), reasons[c.index])
-            for c in self.choices
-        ]
-        return self.answer.whole(made, self._usage())
-
-    async def events(self, watcher: asyncio.Task[None]) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events, ending with [DONE], or with an error and no [DONE]."""
-        begun = False
-        try:
-            async for choice, delta in self._deltas():
-                begun = True
-                if delta.text or delta.finish or delta.logprobs or not choice.begun:
-                    yield _event(self._chunk(choice, delta))
-            if self.answer.include_usage:
-                yield _event(self.answer.last_chunk(self._usage()))
-            yield b"data: [DONE]\n\n"
-        except ApiError as error:
-            if not begun:
-                raise
-            yield _event(error.body())
-        finally:
-            watcher.cancel()
-            self.cancel()
-
-    async def _deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
-        """What arrives, choice by choice, until all have finished. Raises ApiError for an end that is no answer."""
-        waiting = list(self.choices)
-        try:
-            while waiting:
-                await self.filled.wait()
-                self.filled.clear()
-                for choice in [c for c in waiting if c.stream.pending]:
-                    delta = choice.stream.take()
-                    if delta.finish:
-                        waiting.remove(choice)
-                        if delta.finish.reason == "timeout":
-                            raise ApiError(504, "the request took longer than --request-timeout allows")
-                        if delta.finish.reason in ("error", "abort"):
-                            raise ApiError(503, delta.finish.error or "the request was aborted")
-                    yield choice, delta
-        finally:
-            if self.frontend.tracer:
-                self.frontend.tracer.emit("Server", "response", self.choices[0].stream.rid)
-
-    def _chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        logprobs = self._logprobs(delta.logprobs, choice.token_chars)
-        reason = delta.finish.reason if delta.finish else None
-        chunk = self.answer.chunk(choice.index, delta.text, logprobs, reason, first=not choice.begun)
-        choice.begun = True
-        choice.token_chars += sum(map(len, logprobs["tokens"])) if logprobs and not self.answer.chat else 0
-        return chunk
-
-    def _logprobs(self, entries: list[dict[str, Any]], offset: int) -> Any:
-        if not self.logprobs:
-            return None
-        decode = self.frontend.tokenizer.decode
-
-        def name(token: int) -> str:
-            return decode([token], skip_special_tokens=False)
-
-        return chat_logprobs(entries, name) if self.answer.chat else completion_logprobs(entries, name, offset)
-
-    def _usage(self) -> dict[str, Any]:
-        streams = [c.stream for c in self.choices]
-        prompts = {id(s.prompt_ids): s for s in streams}.values()  # the choices of one prompt count it once
-        cached = sum(s.count("cached_tokens") for s in prompts)
-        drafts = [sum(s.count(name) for s in streams) for name in ("draft_tokens", "accepted_tokens")]
-        return usage(sum(len(s.prompt_ids) for s in prompts), sum(s.output_tokens for s in streams), cached, *drafts)
-
-
 # ---- plumbing -------------------------------------------------------------------------------------------------------
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
 async def _api_error(request: Request, error: Any) -> Response:
