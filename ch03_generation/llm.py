@@ -70,7 +70,7 @@ class LLM:
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer all prompts, in their order. params: one for all (default: greedy), or one per prompt."""
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence) or (prompts and isinstance(prompts[0], int)):
             raise ValueError("prompts must be a list of prompts; put a single prompt into a list")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)

@@ -65,5 +65,7 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be from 0 to 65535, got {self.port}")
         for name, low in (("max_queue", 1), ("max_body_bytes", 1), ("request_timeout", 0), ("drain_timeout", 0)):
-            if not low <= getattr(self, name) < 1e12:
-                raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+            if not low <= getattr(self, name) <= 1e9:
+                raise ValueError(f"{name} must be from {low} to 1e9, got {getattr(self, name)}")
+        if not self.served_model_name.isprintable():
+            raise ValueError(f"served_model_name must be printable text, got {self.served_model_name!r}")

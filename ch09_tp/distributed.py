@@ -301,6 +301,10 @@ def attend(config: EngineConfig) -> int:
     A signal is for rank 0 to heed, which lets open requests finish; a second one, or LEAVE_S without an end, ends them.
     """
     place = Place.of(config)
+    try:
+        socket.getaddrinfo(place.address, place.port)
+    except OSError as error:
+        raise ValueError(f"master_addr {place.address}: {error.strerror or error}") from None
     ranks = Ranks(config, place, first=place.rank)
     signals: list[float] = []
     if threading.current_thread() is threading.main_thread():

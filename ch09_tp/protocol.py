@@ -189,7 +189,8 @@ def parse(kind: type[CallT], body: bytes) -> CallT:
         path = [str(part) for part in first["loc"]]
         if first["type"] == "extra_forbidden":
             raise ApiError(400, f"{path[0]}: unknown field {shown(path[-1])}", path[0]) from None
-        raise ApiError(400, f"{path[0]}: {first['msg']}", path[0]) from None
+        where = ".".join(path[:3]) if path[0] == "messages" else path[0]  # messages.1.content
+        raise ApiError(400, f"{where}: {first['msg']}", path[0]) from None
 
 
 def _load(body: bytes) -> Any:

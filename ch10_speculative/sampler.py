@@ -15,6 +15,7 @@ import torch
 from .core import Batch, Req, SamplingParams
 from .ops import argmax
 
+LOWEST = -9999.0  # logprob of what cannot be, in place of -inf or NaN, which JSON does not have
 MASK = 2**64 - 1
 DRAFT, ACCEPT = 1, 2  # streams of randomness besides that of the tokens, 0
 
@@ -225,7 +226,7 @@ def pick(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 def logprobs(logits: torch.Tensor, token: int, top: int | None) -> dict[str, Any] | None:
     if top is None:
         return None
-    scores = logits.float().log_softmax(-1)
+    scores = logits.float().log_softmax(-1).nan_to_num(nan=LOWEST, neginf=LOWEST)
     values, ids = scores.topk(min(top, len(scores)))
     best = dict(zip(ids.tolist(), values.tolist(), strict=True))
     return {"token_id": token, "logprob": scores[token].item(), "top": best}

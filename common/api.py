@@ -47,6 +47,8 @@ def is_loopback(url: str) -> bool:
 
 def headers(api_key: str | None) -> dict[str, str]:
     """Headers of every request. Compression is declined: it would hold tokens back."""
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise ValueError("the API key must be printable ASCII")
     key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return {"Accept-Encoding": "identity", "Content-Type": "application/json", **key}
 

@@ -227,6 +227,8 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     ConnectionError (somebody who is needed has gone); Ctrl-C is 130; a reader that closed our pipe is 141 without a word,
     as for any Unix tool. Everything else, and an error without a message, is a fault of the program and keeps its traceback.
     """
+    if sys.stdout is None:  # closed by who started us: what is printed goes nowhere
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         status = main() or 0
         sys.stdout.flush()

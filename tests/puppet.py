@@ -51,7 +51,7 @@ class Puppet:
         self.submitted: list[Any] = []
         self.aborted: list[int] = []
         self.called = threading.Event()
-        self.details: dict[int, list[dict[str, Any]]] = {}  # logprobs of each token of a request
+        self.tops: dict[int, dict[int, float]] = {}  # alternatives of every token of a request that wants logprobs
         self.open: dict[int, tuple[Script, int]] = {}
 
     def __call__(self, config: Any, tracer: Any = None) -> Puppet:
@@ -67,8 +67,7 @@ class Puppet:
         if isinstance(message, self.message.Submit):
             self.submitted.append(message)
             if message.params.logprobs is not None:
-                top = dict.fromkeys(range(300, 300 + message.params.logprobs), -2.0)
-                self.details[message.rid] = [{"token_id": 5, "logprob": -1.0, "top": top}]
+                self.tops[message.rid] = dict.fromkeys(range(300, 300 + message.params.logprobs), -2.0)
             self.open[message.rid] = self.script(message), 0
         elif isinstance(message, self.message.Abort):
             self.aborted.append(message.rid)
@@ -87,7 +86,9 @@ class Puppet:
                 continue
             last = at + 1 >= len(script.ids)
             finish = self.message.Finish(script.reason, script.cut) if last else None
-            outs.append(self.message.TokensOut(rid, script.ids[at : at + 1], finish, self.details.get(rid)))
+            token, top = script.ids[at], self.tops.get(rid)
+            details = None if top is None else [{"token_id": token, "logprob": -1.0, "top": top}]
+            outs.append(self.message.TokensOut(rid, [token], finish, details))
             self.open[rid] = script, at + 1
             if last:
                 del self.open[rid]

@@ -42,7 +42,7 @@ def distinct(*files: str) -> list[str]:
 
 
 # What does not depend on the engine is tested where these files differ, and how a process ends where those do.
-FRONTS = distinct("serve.py", "server.py", "protocol.py", "frontend.py")
+FRONTS = distinct("serve.py", "server.py", "exchange.py", "protocol.py", "frontend.py")
 PROCESSES = distinct("serve.py", "frontend.py")
 
 

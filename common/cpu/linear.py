@@ -115,7 +115,11 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, huge_pages: bool = Fa
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot reserve {size} bytes ({reason}): name less with kv_memory or max_running") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
