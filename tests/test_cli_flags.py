@@ -292,6 +292,37 @@ def test_a_fault_of_the_program_keeps_its_traceback(error: Exception) -> None:
     assert e.value is error
 
 
+def test_a_partner_that_has_gone_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(raising(ConnectionError("rank 1 has gone"))) == 1
+    assert capsys.readouterr() == ("", "error: rank 1 has gone\n")
+
+
+def test_a_closed_stdout_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "ch03_generation.generate", "--model", "dummy:llama-tiny", "--prompt", "a"]
+    code = "import os, sys; os.close(1); os.execv(sys.executable, sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command, "--max-tokens", "2"],
+        cwd=Path(__file__).parent.parent,
+        stderr=subprocess.PIPE,
+    )
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"drain_timeout": 1e11}, "drain_timeout must be from 0 to 1e9"),
+        ({"request_timeout": -1.0}, "request_timeout must be from 0 to 1e9"),
+        ({"served_model_name": "a\udcff"}, "served_model_name must be printable"),
+    ],
+)
+def test_what_no_server_could_run_with_is_refused(options: dict[str, Any], said: str) -> None:
+    from ch10_speculative.config import ServerConfig
+
+    with pytest.raises(ValueError, match=said):
+        ServerConfig(**options)
+
+
 def test_ctrl_c_is_130_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(raising(KeyboardInterrupt())) == 130
     assert capsys.readouterr() == ("", "")

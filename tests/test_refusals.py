@@ -104,8 +104,8 @@ def test_the_skeleton_takes_what_asks_for_nothing(llm: Any) -> None:
         lambda llm: llm.generate(["a", "b"], {"max_tokens": 3, "top_k": 1}),
         lambda llm: llm.generate(["a", "b"], [BRIEF, {"max_tokens": 3}]),
         lambda llm: llm.add("a", {"max_tokens": 3}),
+        *(lambda llm, bad=bad: llm.generate(bad) for bad in (None, {"a": 1}, 5, iter(["a"]), b"ab")),
     ],
-    ids=["one string", "one list of ids", "too few params", "no params", "a dict", "a list with a dict", "add a dict"],
 )
 def test_a_wrong_call_raises_and_nothing_of_it_runs(llm: Any, call: Callable[[Any], Any]) -> None:
     with pytest.raises(ValueError, match=r"prompts|SamplingParams"):

@@ -396,6 +396,15 @@ def test_logprobs_are_those_of_the_raw_logits(sampler, row):
     assert list(details[0]["top"].values()) == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("-inf"), float("inf")])
+def test_logprobs_of_logits_that_are_no_numbers_are_numbers_all_the_same(sampler, row, broken):
+    """JSON has neither NaN nor infinities."""
+    logits = random_logits()
+    logits[0, 3] = broken
+    _, [detail] = sampler.Sampler(0).sample(logits, [row(logprobs=VOCAB)])
+    assert all(-9999.0 <= value <= 0.0 for value in (detail["logprob"], *detail["top"].values()))
+
+
 @pytest.mark.parametrize("top", [0, 1, 5, 20])
 def test_as_many_top_logprobs_as_asked_for_and_as_there_are(sampler, row, top):
     _, [detail] = sampler.Sampler(0).sample(random_logits(), [row(logprobs=top)])
