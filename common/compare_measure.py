@@ -16,7 +16,7 @@ from common import api, logits
 from common.compare_plan import Entry, Session
 from common.compare_state import State
 from common.harness import Worker, WorkerError
-from common.host import floors, measure_bandwidth, measure_gemm, weight_bytes
+from common.host import floors, kept_dtype, measure_bandwidth, measure_gemm, weight_bytes
 from common.load import load
 from common.load_result import LoadResult
 from common.service import Server, ServerError
@@ -64,7 +64,7 @@ def machine(config: dict[str, Any], settings: Settings) -> dict[str, Any]:
     return {
         "bandwidth_gb_s": measure_bandwidth(settings.threads) / 1e9,
         "gemm_gflop_s": measure_gemm(settings.dtype, settings.threads) / 1e9,
-        "weight_mb": weight_bytes(config, settings.dtype) / 1e6,
+        "weight_mb": weight_bytes(config, kept_dtype(config, settings.dtype)) / 1e6,
         "dtype": settings.dtype,
     }
 

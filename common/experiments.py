@@ -12,7 +12,7 @@ from typing import Any
 from common import cli
 from common.checkpoints import resolve
 from common.harness import Worker, interleave, save_result, summarise
-from common.host import floors, measure_bandwidth, measure_gemm, native_bfloat16, weight_bytes
+from common.host import floors, kept_dtype, measure_bandwidth, measure_gemm, native_bfloat16, weight_bytes
 from common.workloads import Request, Workload, get
 
 
@@ -48,7 +48,7 @@ class Experiment:
         self.data["machine"] = {
             "bandwidth_gb_s": bandwidth / 1e9,
             "gemm_gflop_s": flops / 1e9,
-            "weight_mb": weight_bytes(config, self.dtype) / 1e6,
+            "weight_mb": weight_bytes(config, kept_dtype(config, self.dtype)) / 1e6,
             "dtype": self.dtype,
         }
         return bandwidth, flops

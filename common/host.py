@@ -180,6 +180,17 @@ def weight_bytes(config: dict[str, Any], dtype: str) -> int:
     return (counts["linear"] + counts["head"] + counts["small"]) * BYTES[dtype]
 
 
+def kept_dtype(config: dict[str, Any], dtype: str) -> str:
+    """What the weights are kept as on a CPU: float32 as bfloat16 where the operator for it is there and the checkpoint was
+    stored so, since that loses nothing (``common.cpu.linear.narrowed``)."""
+    import torch
+
+    from common.cpu.linear import panel_of
+
+    stored = config.get("dtype") or config.get("torch_dtype")
+    return "bfloat16" if dtype == "float32" and stored == "bfloat16" and panel_of(torch.float32) else dtype
+
+
 def floors(config: dict[str, Any], dtype: str, bandwidth: float, flops: float, workload: Workload) -> dict[str, float]:
     """Times that no engine on this machine can beat without speculation, attention and the cache's bytes left out.
 
@@ -188,7 +199,7 @@ def floors(config: dict[str, Any], dtype: str, bandwidth: float, flops: float, w
     the `output_tok_s` of `total_s`.
     """
     counts = parameter_counts(config)
-    step = weight_bytes(config, dtype) / bandwidth
+    step = weight_bytes(config, kept_dtype(config, dtype)) / bandwidth
     outputs = workload.output_tokens
     arrivals = [r.arrival_s for r in workload.requests]
 

@@ -59,7 +59,14 @@ def engine_chapter(request: pytest.FixtureRequest) -> ModuleType:
     return chapter(request.param)
 
 
-@pytest.fixture(scope="session", params=SERVERS)
+# A server of one request at a time, one of batches in this process, and one of processes; with --full every chapter's.
+BRIEFLY = (SERVERS[0], next(name for name in SERVERS if name > "ch08"), SERVERS[-1])
+
+
+@pytest.fixture(
+    scope="session",
+    params=[name if name in BRIEFLY else pytest.param(name, marks=pytest.mark.full) for name in SERVERS],
+)
 def served(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A server of the tiny model, in a process of its own, for every chapter that has one."""
     from tests.serving import running

@@ -64,6 +64,7 @@ class Served:
     chapter: str
     url: str
     options: dict[str, Any] = field(default_factory=dict)  # of the LLM that gives the same answers in this process
+    control: Any = None  # the choices that CONTROL was answered with first
 
     def __post_init__(self) -> None:
         self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
@@ -191,10 +192,6 @@ def refused(served: Served, answer: Any, status: int, *words: str, param: str | 
     assert len(error["message"]) < 1000, "what was wrong is quoted, not sent back"
     if param is not None:
         assert error["param"] == param
-    first = _control.setdefault(served.url, None) or served.good(**CONTROL)["choices"]
-    _control[served.url] = first
+    first = served.control = served.control or served.good(**CONTROL)["choices"]
     assert served.good(**CONTROL)["choices"] == first
     return error
-
-
-_control: dict[str, Any] = {}

@@ -42,8 +42,8 @@ def way(request, monkeypatch):
         if not torch.backends.mkldnn.is_available():
             pytest.skip("no oneDNN in this torch")
         monkeypatch.setattr(module, "panel_of", lambda dtype: None)
-    elif module.panel_of(torch.float32) is None or module.panel_of(torch.bfloat16) is None:
-        pytest.skip("no compiled operator for this processor")
+    elif module.panel_of(request.node.callspec.params.get("dtype", torch.float32)) is None:
+        pytest.skip("no compiled operator for this processor and dtype")
 
 
 def test_packing_works_for_float32_here():
@@ -109,7 +109,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype, way):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_size_of_tile_and_any_number_of_threads(dtype, way):
-    """Rows are computed in tiles of up to 12, and at most 192 rows share a pass over the weights."""
+    """Rows are computed in tiles of up to 12 or 6, and at most 192 rows share a pass over the weights."""
     weight, bias = randn(70, 48, dtype=dtype), randn(70, dtype=dtype, seed=1)
     packed, threads = cpu.PackedLinear(weight, bias), torch.get_num_threads()
     try:
@@ -120,6 +120,30 @@ def test_every_size_of_tile_and_any_number_of_threads(dtype, way):
                 assert_right(packed(x), x, weight, bias)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (13, 70, 48), (25, 70, 48), (385, 40, 24)], ids=str)
+def test_float32_weights_that_bfloat16_holds_are_kept_as_such_and_give_the_same_bits(shape):
+    panel = module.panel_of(torch.float32)
+    if panel is None:
+        pytest.skip("no compiled operator for this processor")
+    rows, out, inner = shape
+    x, weight, bias = randn(rows, inner), randn(out, inner, seed=1).bfloat16().float(), randn(out, seed=2)
+    assert module.narrowed(weight).dtype is torch.bfloat16
+    wide = module.panel_linear(weight, bias, *panel)
+    assert torch.equal(cpu.PackedLinear(weight, bias)(x), wide(x))
+
+
+def test_weights_that_bfloat16_does_not_hold_are_left_alone():
+    exact = randn(9000, 3).bfloat16().float()
+    for row, value in ((0, 1 + 2**-9), (8999, 1e-45), (5000, torch.nan), (4096, 3.4e38)):
+        weight = exact.clone()
+        weight[row, 1] = value
+        assert module.narrowed(weight) is weight
+    assert torch.equal(module.narrowed(exact).float(), exact)
+    for dtype in (torch.bfloat16, torch.float16):
+        weight = exact.to(dtype)
+        assert module.narrowed(weight) is weight
 
 
 def test_what_is_not_a_number_stays_one(way):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from common.checkpoints import resolve
+from common.cpu import has_native_bf16
 from common.tiny import cached_tiny_model
 from tests.conftest import ENGINES, chapter
 from tests.oracle import assert_greedy, hf_generate, hf_logits, hf_model
@@ -290,7 +291,9 @@ def test_smollm2_prompts_get_the_ids_that_transformers_gives_them(smollm2):
 
 
 @pytest.mark.slow
-def test_smollm2_in_bfloat16_is_as_good_as_transformers(engine_chapter):
+def test_smollm2_in_bfloat16_is_as_good_as_transformers(engine_chapter, request):
+    if not has_native_bf16() and not request.config.getoption("--full"):
+        pytest.skip("bfloat16 is emulated on this processor, slowly: make test-full")
     folder = str(resolve("smollm2-135m").folder)
     assert_bfloat16_logits(engine_chapter, folder, [ids_of(text) for text in PROMPTS if text != LONG], "auto")
 
