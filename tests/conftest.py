@@ -20,6 +20,11 @@ SHARING = [name for name in CHAPTERS if name > "ch08"]  # chapters in which requ
 SERVERS = [name for name in CHAPTERS if (ROOT / name / "serve.py").exists()]
 
 
+def briefly(names: list[str], *kept: str) -> list[Any]:
+    """Parameters: these chapters always, the others with --full only."""
+    return [name if name in kept else pytest.param(name, marks=pytest.mark.full) for name in names]
+
+
 def chapter(name: str) -> ModuleType:
     return importlib.import_module(name)
 
@@ -59,14 +64,8 @@ def engine_chapter(request: pytest.FixtureRequest) -> ModuleType:
     return chapter(request.param)
 
 
-# A server of one request at a time, one of batches in this process, and one of processes; with --full every chapter's.
-BRIEFLY = (SERVERS[0], next(name for name in SERVERS if name > "ch08"), SERVERS[-1])
-
-
-@pytest.fixture(
-    scope="session",
-    params=[name if name in BRIEFLY else pytest.param(name, marks=pytest.mark.full) for name in SERVERS],
-)
+# A server of one request at a time, one of batches in this process, and one of processes.
+@pytest.fixture(scope="session", params=briefly(SERVERS, SERVERS[0], SHARING[0], SERVERS[-1]))
 def served(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A server of the tiny model, in a process of its own, for every chapter that has one."""
     from tests.serving import running

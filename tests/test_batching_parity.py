@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.conftest import BATCHING, chapter
+from tests.conftest import BATCHING, briefly, chapter
 from tests.oracle import assert_greedy
 from tests.prompts import PROMPTS
 from tests.scheduling import has_option, part
@@ -228,6 +228,7 @@ def test_samples_do_not_depend_on_preemption(paged_chapter):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("batching_chapter", briefly(BATCHING, BATCHING[0], BATCHING[-1]), indirect=True)
 def test_smollm2_all_prompts_together(batching_chapter):
     rng = random.Random(batching_chapter.__name__)
     with batching_chapter.LLM(

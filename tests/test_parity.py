@@ -15,7 +15,7 @@ import torch
 from common.checkpoints import resolve
 from common.cpu import has_native_bf16
 from common.tiny import cached_tiny_model
-from tests.conftest import ENGINES, chapter
+from tests.conftest import ENGINES, briefly, chapter
 from tests.oracle import assert_greedy, hf_generate, hf_logits, hf_model
 from tests.prompts import CHATS, LONG, PROMPTS
 
@@ -112,6 +112,7 @@ def test_greedy_tokens_and_logits_of_every_architecture(engine_chapter, model, n
 
 
 @pytest.mark.parametrize("model", ["llama", "llama3rope", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("engine_chapter", briefly(ENGINES, ENGINES[0], ENGINES[3], ENGINES[-1]), indirect=True)
 def test_the_whole_generation_loop_of_transformers_agrees(engine_chapter, model):
     """Not token by token: two loops run on their own and end with the same list, EOS honoured and ignored."""
     folder = folder_of(model)
@@ -236,8 +237,9 @@ def test_float16_runs_too(engine_chapter, tmp_path):
 def smollm2(request):
     """(chapter, its engine on SmolLM2 in float32), one engine for all tests of a chapter."""
     module = chapter(request.param)
-    with module.LLM("smollm2-135m", dtype="float32", threads=1, max_model_len=1024) as llm:
+    with module.LLM("smollm2-135m", dtype="float32", threads=2, max_model_len=1024) as llm:
         yield module, llm
+    torch.set_num_threads(1)
 
 
 @functools.cache

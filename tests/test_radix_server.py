@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import SHARING
+from tests.conftest import SHARING, briefly
 from tests.serving import Served, Server, running, tiny_flags
 
 PROMPT = list(range(100, 140))  # 40 tokens: 2 whole pages of 16
 
 
-@pytest.fixture(scope="module", params=SHARING)
+@pytest.fixture(scope="module", params=briefly(SHARING, SHARING[0], SHARING[-1]))
 def warm(request: pytest.FixtureRequest) -> Iterator[Served]:
     """A server for every chapter in which requests share pages."""
     yield from running(request.param)

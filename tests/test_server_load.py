@@ -21,7 +21,7 @@ import torch
 
 from common.api import Events
 from common.service import Server
-from tests.conftest import BATCHING, chapter
+from tests.conftest import BATCHING, SHARING, briefly, chapter
 from tests.puppet import in_process
 from tests.scheduling import part
 from tests.serving import Served, tiny_folder
@@ -235,7 +235,7 @@ def stand(name: str, count: int, **more: Any) -> dict[str, float]:
     return metrics
 
 
-@pytest.mark.parametrize("name", BATCHING)
+@pytest.mark.parametrize("name", briefly(BATCHING, BATCHING[0], SHARING[0], BATCHING[-1]))
 def test_answers_are_right_and_nothing_is_left_while_a_third_hangs_up(name):
     stand(name, 150)
 
