@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common.child import interrupts_wait
+from common.cli import interrupts_wait
 from common.trace import Tracer
 
 from .config import EngineConfig

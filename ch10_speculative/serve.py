@@ -76,7 +76,7 @@ class HttpThread:
         self._loop, self._draining = asyncio.get_running_loop(), asyncio.Event()
         frontend = Frontend(self.channel, Tokenizer(self.checkpoint.folder), self.config.max_queue, self.tracer)
         server = Server(frontend, self.config, self.config.served_model_name or self.checkpoint.name, self._defaults())
-        settings = uvicorn.Config(server.app, log_level="warning", access_log=False, http=BoundedHead)
+        settings = uvicorn.Config(server.app, log_level="warning", access_log=False, http=BoundedHead, ws="none")
         http = uvicorn.Server(settings)
         frontend.attach(self._loop)
         serving = asyncio.create_task(http.serve(sockets=[self.socket]))

@@ -161,9 +161,8 @@ def _eos_ids(folder: Path, *sources: dict[str, Any]) -> tuple[int, ...]:
 
 def _size(folder: Path, config: dict[str, Any], key: str) -> int:
     value = config.get(key)
-    if type(value) is not int or value < 1:
-        kind = config.get("model_type")
-        raise CheckpointError(f"{folder}/config.json has no usable {key} ({value!r}); its model_type is {kind!r}")
+    if value is None:
+        raise CheckpointError(f"{folder}/config.json has no {key}; its model_type is {config.get('model_type')!r}")
     return value
 
 

@@ -14,8 +14,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +67,6 @@ def _end_with_parent() -> None:
     while os.read(0, 1):
         pass
     os._exit(1)
-
-
-@contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Let Ctrl-C take effect after the block, not in the middle of it."""
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    noted: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *args: noted.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if noted:
-            before(*noted[0])
 
 
 class Frames:

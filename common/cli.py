@@ -9,10 +9,12 @@ import argparse
 import math
 import os
 import re
+import signal
 import sys
+import threading
 import types
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -218,6 +220,23 @@ def _explain(e: Exception) -> str:
     if isinstance(e, OSError) and e.strerror and e.filename is not None:
         return f"{e.filename}: {e.strerror}"
     return one_line(e)
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Let Ctrl-C take effect after the block, not in the middle of it."""
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    noted: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *args: noted.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if noted:
+            before(*noted[0])
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:

@@ -162,8 +162,9 @@ def _rows(args: argparse.Namespace, settings: Any, folder: Path) -> tuple[list[E
     for i, url in enumerate(urls):
         name = plain_name(args.peer_name[i] if i < len(args.peer_name) else f"peer{i + 1}")
         command = tuple(shlex.split(args.peer_command[i])) if i < len(args.peer_command) else ()
-        if not command:
-            _answers(api.base_url(url))
+        if not command:  # better to find out now than after half an hour of measuring
+            with httpx.Client(timeout=10.0, trust_env=False) as client:
+                api.first_model(client, api.base_url(url))
         rows.append(Entry(f"{name}-http", name, "url", note="over HTTP", url=api.base_url(url), command=command))
     names = [row.name for row in rows]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -171,15 +172,6 @@ def _rows(args: argparse.Namespace, settings: Any, folder: Path) -> tuple[list[E
     if not rows:
         raise ValueError("there is no chapter to compare")
     return rows, notes
-
-
-def _answers(url: str) -> None:
-    """Raise ValueError if nobody answers there: better before half an hour of measuring than after it."""
-    with httpx.Client(timeout=10.0, trust_env=False) as client:
-        try:
-            client.get(f"{url}/v1/models")
-        except httpx.HTTPError as error:
-            raise api.away(url, error) from None
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class BoundedHead(HttpToolsProtocol):
     - A request that offers to upgrade (to HTTP/2, as Java's client does) loses its body: here the offer is passed over.
     """
 
-    gathered = 0  # bytes received since then
+    gathered = 0  # bytes received since a head was completed or a part of a body came
     in_head = True
     late: asyncio.TimerHandle | None = None  # until the head is complete
 

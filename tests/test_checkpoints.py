@@ -132,7 +132,7 @@ def test_pickled_weights_are_refused(folder):
     [
         ("config.json", "{broken", "config.json"),
         ("config.json", "[]", "not a JSON object"),
-        ("config.json", '{"model_type": "other"}', "no usable vocab_size"),
+        ("config.json", '{"model_type": "other"}', "has no vocab_size"),
         ("config.json", None, "no config.json"),
         ("generation_config.json", "{broken", "generation_config.json"),
         ("generation_config.json", '{"eos_token_id": "end"}', "eos_token_id is 'end'"),

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -194,62 +195,54 @@ def host_flags(rank: int, address: str, port: int) -> list[str]:
     return ["--tp", "2", "--nnodes", "2", "--node-rank", str(rank), *where]
 
 
-def test_two_hosts_serve_and_end_together(chapter: str) -> None:
-    """Two process groups that share nothing but an address."""
+@contextmanager
+def two_hosts(chapter: str) -> Iterator[tuple[Server, subprocess.Popen[str]]]:
+    """Two process groups that share nothing but an address: the one that answers requests, and the other."""
     port = free_port()
     command = [sys.executable, "-m", f"{chapter}.serve", *tiny_flags(), *host_flags(1, "127.0.0.1", port)]
     second = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
     try:
         with Server(chapter, *tiny_flags(), *host_flags(0, "127.0.0.1", port)) as first:
-            served = Served(chapter, first.url, {"model": str(tiny_folder()), "dtype": "float32", "threads": 1})
-            want = served.offline("the cat", max_tokens=12, temperature=0.0)
-            assert served.good(prompt="the cat", max_tokens=12, temperature=0)["choices"][0]["text"] == want.text
-            served.close()
-            assert first.stop() == 0
-        assert second.wait(NOTICED_S) == 0
+            yield first, second
     finally:
         if second.poll() is None:
             os.killpg(second.pid, signal.SIGKILL)
-        second.communicate()
+        if second.stderr and not second.stderr.closed:
+            second.communicate()
+
+
+def test_two_hosts_serve_and_end_together(chapter: str) -> None:
+    with two_hosts(chapter) as (first, second):
+        served = Served(chapter, first.url, {"model": str(tiny_folder()), "dtype": "float32", "threads": 1})
+        want = served.offline("the cat", max_tokens=12, temperature=0.0)
+        assert served.good(prompt="the cat", max_tokens=12, temperature=0)["choices"][0]["text"] == want.text
+        served.close()
+        assert first.stop() == 0
+        assert second.wait(NOTICED_S) == 0
     assert group(second.pid) == []
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_host_that_is_lost_ends_the_other_one(chapter: str, host: int) -> None:
-    port = free_port()
-    command = [sys.executable, "-m", f"{chapter}.serve", *tiny_flags(), *host_flags(1, "127.0.0.1", port)]
-    second = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
-    try:
-        with Server(chapter, *tiny_flags(), *host_flags(0, "127.0.0.1", port)) as first:
-            everyone = group(first.pid) + group(second.pid)
-            os.killpg((first.pid, second.pid)[host], signal.SIGKILL)  # while idle
-            gone(everyone, NOTICED_S)
-            assert first.stop() == (-signal.SIGKILL, 1)[host]
-    finally:
-        if second.poll() is None:
-            os.killpg(second.pid, signal.SIGKILL)
-        second.communicate()
+    with two_hosts(chapter) as (first, second):
+        everyone = group(first.pid) + group(second.pid)
+        os.killpg((first.pid, second.pid)[host], signal.SIGKILL)  # while idle
+        gone(everyone, NOTICED_S)
+        assert first.stop() == (-signal.SIGKILL, 1)[host]
 
 
 @pytest.mark.parametrize("chapter", PROCESS_CHAPTERS[:1])
 def test_a_rank_that_is_lost_on_one_host_is_said_in_one_line_on_each(chapter: str) -> None:
-    port = free_port()
-    command = [sys.executable, "-m", f"{chapter}.serve", *tiny_flags(), *host_flags(1, "127.0.0.1", port)]
-    second = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
-    try:
-        with Server(chapter, *tiny_flags(), *host_flags(0, "127.0.0.1", port)) as first:
-            (rank,) = set(group(second.pid)) - {second.pid}
-            os.kill(rank, signal.SIGKILL)
-            _, said = second.communicate(timeout=NOTICED_S)
-            assert (second.returncode, said) == (1, "error: rank 1 ended with signal SIGKILL\n")
-            gone(group(first.pid), NOTICED_S)
-            assert first.stop() == 1
-            lost = [line for line in first.log.splitlines() if not line.startswith("ready: ")]
-            assert len(lost) == 1 and "error: RankError: rank 0 has lost the others" in lost[0], "and no traceback"
-    finally:
-        if second.poll() is None:
-            os.killpg(second.pid, signal.SIGKILL)
+    with two_hosts(chapter) as (first, second):
+        (rank,) = set(group(second.pid)) - {second.pid}
+        os.kill(rank, signal.SIGKILL)
+        _, said = second.communicate(timeout=NOTICED_S)
+        assert (second.returncode, said) == (1, "error: rank 1 ended with signal SIGKILL\n")
+        gone(group(first.pid), NOTICED_S)
+        assert first.stop() == 1
+        lost = [line for line in first.log.splitlines() if not line.startswith("ready: ")]
+        assert len(lost) == 1 and "error: RankError: rank 0 has lost the others" in lost[0], "and no traceback"
 
 
 @pytest.mark.full
