@@ -5,10 +5,13 @@ HOST    ?= 127.0.0.1
 PORT    ?= 8000
 PROMPT  ?= What is the capital of France?
 ARGS    ?=
+JOBS    ?= auto
 PYTHON  ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
 
 PY   := .venv/bin/python
 DONE := .venv/.installed
+# Tests compute with one thread each: one worker per core, four at most for the memory; JOBS=0 runs them one by one.
+SIDE := -n $(JOBS) --maxprocesses 4 --dist worksteal
 
 .PHONY: help install serve generate trace test test-full lint check report gpu-check clean
 
@@ -41,10 +44,10 @@ trace: $(DONE)
 	$(PY) -m $(CHAPTER).trace --model '$(MODEL)' $(ARGS)
 
 test: $(DONE)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(SIDE) $(ARGS)
 
 test-full: $(DONE)
-	$(PY) -m pytest --full $(ARGS)
+	$(PY) -m pytest --full $(SIDE) $(ARGS)
 
 lint: $(DONE)
 	$(PY) -m ruff check .

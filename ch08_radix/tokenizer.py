@@ -21,10 +21,13 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedConfig
 
         try:
-            self._hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            # What names the tokenizer's class. The model's own config class takes a second to import and names no other.
+            config, _ = PreTrainedConfig.get_config_dict(folder)
+            named = PreTrainedConfig.from_dict({key: config.get(key) for key in ("model_type", "tokenizer_class")})
+            self._hf = AutoTokenizer.from_pretrained(folder, config=named, trust_remote_code=False)
             self._fast = self._hf.backend_tokenizer
         except Exception as error:  # of a broken file transformers and tokenizers raise what they stumble over
             raise ValueError(f"cannot read the tokenizer in {folder}: {type(error).__name__}: {error}") from None
