@@ -19,7 +19,7 @@ help:
 	@echo "make serve    [CHAPTER=$(CHAPTER)] [MODEL=$(MODEL)] [PORT=$(PORT)] [ARGS='--max-running 8']"
 	@echo "make generate [CHAPTER=$(CHAPTER)] [MODEL=$(MODEL)] [PROMPT='...'] [ARGS='--max-tokens 64']"
 	@echo "make trace    [CHAPTER=$(CHAPTER)]   follow one request through a chapter"
-	@echo "make test | test-full | lint | check | report"
+	@echo "make test | test-full [JOBS=$(JOBS)] | lint | check | report"
 
 install: $(DONE)
 
