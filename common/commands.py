@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,17 @@ def generate(package: str, llm_class: Any, params_class: Any, config_class: type
             print(json.dumps(output.to_dict(), ensure_ascii=False))
         elif not output.error:
             print(output.text)
+            print(*_logprobs(llm.tokenizer, output), sep="", end="", file=sys.stderr)
         print(_summary(output), file=sys.stderr)
     return 2 if any(output.error for output in outputs) else 0
+
+
+def _logprobs(tokenizer: Any, output: Any) -> Iterator[str]:
+    """For each token of the output that has them: its log-probability, then those of the likeliest tokens there."""
+    for detail in output.logprobs or ():
+        likeliest = (f"{tokenizer.decode([i], skip_special_tokens=False)!r} {p:.3f}" for i, p in detail["top"].items())
+        token = repr(tokenizer.decode([detail["token_id"]], skip_special_tokens=False))
+        yield f"{token:>16} {detail['logprob']:8.3f}   {'  '.join(likeliest)}\n"
 
 
 def _summary(output: Any) -> str:

@@ -100,6 +100,25 @@ def test_text_is_the_answer_and_nothing_else(command: Any) -> None:
     assert (done.status, done.out) == (0, "Every request \n")
 
 
+def test_logprobs_are_shown_beside_the_text(command: Any) -> None:
+    asked = (
+        "ch03_generation.generate",
+        "--prompt",
+        "hello",
+        "--max-tokens",
+        "3",
+        "--ignore-eos",
+        "--logprobs",
+        "2",
+        *TINY,
+    )
+    done, [detail, *_] = command(*asked), json.loads(command(*asked, "--json").out)["logprobs"]
+    *lines, summary = done.err.splitlines()
+    assert len(lines) == 3 and "3 output tokens" in summary
+    assert f"{detail['logprob']:.3f}" in lines[0]
+    assert all(f" {p:.3f}" in lines[0] for p in detail["top"].values()) and len(detail["top"]) == 2
+
+
 def test_chat_puts_the_prompt_into_the_template(command: Any, name: str) -> None:
     done = command(f"{name}.generate", "--chat", "--prompt", "hello", "--max-tokens", "1", "--json", *TINY)
     plain = command(f"{name}.generate", "--prompt", "hello", "--max-tokens", "1", "--json", *TINY)
