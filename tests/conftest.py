@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +21,18 @@ SHARING = [name for name in CHAPTERS if name > "ch08"]  # chapters in which requ
 SERVERS = [name for name in CHAPTERS if (ROOT / name / "serve.py").exists()]
 
 
+ONLY = "MINISGL_TEST_CHAPTER"  # the chapter that a run is about: none of its tests waits for --full
+
+
 def briefly(names: list[str], *kept: str) -> list[Any]:
     """Parameters: these chapters always, the others with --full only."""
-    return [name if name in kept else pytest.param(name, marks=pytest.mark.full) for name in names]
+    return [name if name in with_only([*kept]) else pytest.param(name, marks=pytest.mark.full) for name in names]
+
+
+def with_only(names: list[str]) -> list[str]:
+    """These chapters and the one that the run is about."""
+    only = os.environ.get(ONLY)
+    return [*names, only] if only and only not in names else names
 
 
 def chapter(name: str) -> ModuleType:

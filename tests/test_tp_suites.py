@@ -23,7 +23,7 @@ from common import child
 from common.checkpoints import resolve
 from common.cpu import shm
 from common.tiny import cached_tiny_model
-from tests.conftest import ROOT
+from tests.conftest import ONLY, ROOT
 from tests.oracle import assert_greedy
 from tests.ranks import TP_CHAPTERS
 from tests.with_tp import WANTED
@@ -57,7 +57,7 @@ def run_suite(name: str, chapter: str, select: str = "", *flags: str, timeout_s:
         expression,
         *flags,
     ]
-    env = {**os.environ, WANTED: "2", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, WANTED: "2", ONLY: chapter, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
