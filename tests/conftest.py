@@ -21,7 +21,7 @@ SHARING = [name for name in CHAPTERS if name > "ch08"]  # chapters in which requ
 SERVERS = [name for name in CHAPTERS if (ROOT / name / "serve.py").exists()]
 
 
-ONLY = "MINISGL_TEST_CHAPTER"  # the chapter that a run is about: none of its tests waits for --full
+ONLY = "MINISGL_TEST_CHAPTER"  # the chapter that a run is about: always among the parameters
 
 
 def briefly(names: list[str], *kept: str) -> list[Any]:

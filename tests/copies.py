@@ -7,7 +7,11 @@ import hashlib
 from tests.conftest import CHAPTERS, ROOT, with_only
 
 
-def copies(file: str) -> list[str]:
-    """The chapters with their own content of this file; of equal copies the last one. A run about one chapter has it too."""
-    found = [name for name in CHAPTERS if (ROOT / name / file).exists()]
-    return with_only([*{hashlib.sha256((ROOT / name / file).read_bytes()).digest(): name for name in found}.values()])
+def copies(*files: str) -> list[str]:
+    """The chapters that have these files; of those with equal copies the last one. A run about one chapter has it too."""
+    found = {}
+    for name in CHAPTERS:
+        paths = [ROOT / name / file for file in files]
+        if all(path.exists() for path in paths):
+            found[hashlib.sha256(b"".join(path.read_bytes() for path in paths)).digest()] = name
+    return with_only([*found.values()])

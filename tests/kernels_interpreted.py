@@ -16,26 +16,14 @@ import torch
 
 from common.gpu_check import check_kernels
 from common.kernel_cases import BOUNDS, Cases, Heads, paged_attention
-from tests.conftest import CHAPTERS, ROOT
+from tests.copies import copies
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run these tests with TRITON_INTERPRET=1"
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PAGES = (1, 2, 16, 64, 256)
-
-
-def distinct(*files: str) -> list[str]:
-    """Chapters that have these files, without those whose files are a copy of an earlier chapter's."""
-    sources: dict[tuple[str, ...], str] = {}
-    for name in CHAPTERS:
-        paths = [ROOT / name / file for file in files]
-        if all(path.exists() for path in paths):
-            sources.setdefault(tuple(path.read_text() for path in paths), name)
-    return list(sources.values())
-
-
-KERNELS = distinct("kernels.py")
-BACKENDS = distinct("kernels.py", "attention.py", "graph.py")
+KERNELS = copies("kernels.py")
+BACKENDS = copies("kernels.py", "attention.py", "graph.py")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,24 +13,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 
 from common.checkpoints import resolve
 from common.service import group as process_group
-from tests.conftest import CHAPTERS, ROOT
-from tests.serving import distinct
+from tests.conftest import CHAPTERS, ROOT, briefly
+from tests.copies import copies
 
 TP_CHAPTERS = [name for name in CHAPTERS if (ROOT / name / "distributed.py").exists()]
-# The last chapter with ranks; those before it only with --full.
-QUICK_TP = [
-    pytest.param(name, marks=[] if name == TP_CHAPTERS[-1] else [pytest.mark.full], id=name) for name in TP_CHAPTERS
-]
-_PROCESSES = distinct("distributed.py", "supervisor.py", "serve.py", "frontend.py")
-# For tests of how processes live and die: chapters in which that is the same as in a later one only with --full.
-PROCESS_CHAPTERS = [
-    pytest.param(name, marks=[] if name in _PROCESSES else [pytest.mark.full], id=name) for name in TP_CHAPTERS
-]
+QUICK_TP = briefly(TP_CHAPTERS, TP_CHAPTERS[-1])
+# For tests of how processes live and die.
+PROCESS_CHAPTERS = briefly(TP_CHAPTERS, *copies("distributed.py", "supervisor.py", "serve.py", "frontend.py"))
 
 
 @dataclass

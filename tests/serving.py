@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib
 import json
 import socket
@@ -21,9 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.api import Events
 from common.service import Server
 from common.tiny import cached_tiny_model
-from tests.conftest import with_only
+from tests.copies import copies
 
-ROOT = Path(__file__).parent.parent
 MAX_MODEL_LEN = 512
 CONTROL = {"prompt": "the cat", "max_tokens": 6, "temperature": 0}  # what bad requests must not change
 GAUGES = ("minisgl_running", "minisgl_waiting", "minisgl_kv_used", "minisgl_open_requests")
@@ -31,20 +29,9 @@ GAUGES = ("minisgl_running", "minisgl_waiting", "minisgl_kv_used", "minisgl_open
 LARGE = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 500, "stream": True, "n": 8}
 LARGE |= {"logprobs": True, "top_logprobs": 20}
 
-
-def distinct(*files: str) -> list[str]:
-    """The chapters that have these files; of those with equal copies the last one. A run about one chapter has it too."""
-    found = {}
-    for name in sorted(p.parent.name for p in ROOT.glob("ch[0-9][0-9]_*/chapter.toml")):
-        paths = [ROOT / name / file for file in files]
-        if all(path.exists() for path in paths):
-            found[hashlib.sha256(b"".join(path.read_bytes() for path in paths)).digest()] = name
-    return with_only([*found.values()])
-
-
 # What does not depend on the engine is tested where these files differ, and how a process ends where those do.
-FRONTS = distinct("serve.py", "server.py", "exchange.py", "protocol.py", "frontend.py")
-PROCESSES = distinct("serve.py", "frontend.py")
+FRONTS = copies("serve.py", "server.py", "exchange.py", "protocol.py", "frontend.py")
+PROCESSES = copies("serve.py", "frontend.py")
 
 
 @functools.cache

@@ -101,18 +101,9 @@ def test_text_is_the_answer_and_nothing_else(command: Any) -> None:
 
 
 def test_logprobs_are_shown_beside_the_text(command: Any) -> None:
-    asked = (
-        "ch03_generation.generate",
-        "--prompt",
-        "hello",
-        "--max-tokens",
-        "3",
-        "--ignore-eos",
-        "--logprobs",
-        "2",
-        *TINY,
-    )
-    done, [detail, *_] = command(*asked), json.loads(command(*asked, "--json").out)["logprobs"]
+    flags = ("--prompt", "hello", "--max-tokens", "3", "--ignore-eos", "--logprobs", "2", *TINY)
+    done = command("ch03_generation.generate", *flags)
+    detail = json.loads(command("ch03_generation.generate", *flags, "--json").out)["logprobs"][0]
     *lines, summary = done.err.splitlines()
     assert len(lines) == 3 and "3 output tokens" in summary
     assert f"{detail['logprob']:.3f}" in lines[0]
