@@ -37,7 +37,9 @@ class Engine:
         self.config = config
         self.tracer = tracer
         self.checkpoint = resolve(config.model)
-        self.model_config = ModelConfig.from_dict(self.checkpoint.config)  # first: transformers' words are less clear
+        self.model_config = ModelConfig.from_dict(
+            self.checkpoint.config
+        )  # before transformers is asked: it refuses less clearly
         self.tokenizer = Tokenizer(self.checkpoint.folder)
         self.limits = Limits(
             max_model_len=_max_model_len(

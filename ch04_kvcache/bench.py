@@ -86,7 +86,7 @@ def _memory(bench: Experiment, run: RunResult) -> None:
     used = run.prompt_tokens + run.output_tokens - 1  # the last token is never computed
     bench.data["memory"] = {"bytes_per_token": per_token, "reserved_tokens": total, "used_tokens": used}
     bench.data["tables"]["memory"] = table(
-        ["KV bytes per token", "reserved MB", "used at the end of latency", "used share"],
+        ["KV bytes per token", "reserved MB", "used MB at the end of latency", "used share"],
         ["每 token 的 KV 字节", "预留 MB", "latency 结束时占用 MB", "占用比例"],
         [[f"{per_token:,}", f"{per_token * total / 1e6:.1f}", f"{per_token * used / 1e6:.1f}", f"{used / total:.1%}"]],
     )

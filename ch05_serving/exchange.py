@@ -126,7 +126,7 @@ class Exchange:
 
     def _usage(self) -> dict[str, Any]:
         streams = [c.stream for c in self.choices]
-        # The choices of one prompt count it once: the first, for the others find what that one has computed.
+        # A prompt counts once, whatever the number of its choices, with what the first of them did not have to compute.
         prompts = {id(s.prompt_ids): s for s in reversed(streams)}.values()
         cached = sum(s.count("cached_tokens") for s in prompts)
         drafts = [sum(s.count(name) for s in streams) for name in ("draft_tokens", "accepted_tokens")]

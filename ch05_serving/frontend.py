@@ -78,7 +78,10 @@ def run_engine(config: EngineConfig, channel: Channel, tracer: Tracer | None = N
         engine = Engine(config, tracer)
         gc.freeze()  # what was loaded stays: the collector need not walk half a million objects again and again
         channel.from_engine.put([Ready(asdict(engine.limits)), Stats(engine.stats())])
-        _loop(engine, channel)
+        try:
+            _loop(engine, channel)
+        except ValueError as error:  # not one about options: those were good
+            raise RuntimeError(f"ValueError: {error}") from error
     except Exception as error:
         if not isinstance(error, ValueError | ConnectionError):  # bad options, or a process that it needs has gone
             traceback.print_exc()

@@ -24,7 +24,7 @@ class KVCache:
     ) -> None:
         """like: a tensor of the model's device and dtype."""
         self.num_pages, self.page_size = pages, page_size
-        # Zeros: a padded read multiplies what nobody has written by a weight of 0, and 0 times NaN would be NaN.
+        # Zeros: whoever reads several requests at once gives what nobody has written a weight of 0, and 0 times NaN is NaN.
         shape = (layers, pages, page_size, kv_heads, head_dim)
         self.k, self.v = (
             lazy_zeros(shape, like.dtype) if like.device.type == "cpu" else like.new_zeros(shape) for _ in range(2)

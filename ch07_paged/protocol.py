@@ -18,12 +18,17 @@ from .core import SamplingParams
 # Fields of OpenAI's API without a counterpart here, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (), "best_of": (1,), "echo": (False,), "function_call": ("none",), "functions": ([],), "logit_bias": ({},),
-    "modalities": (["text"], []), "parallel_tool_calls": (True, False), "prediction": (), "prompt_cache_key": (),
-    "reasoning_effort": (), "response_format": ({"type": "text"},), "safety_identifier": (), "service_tier": ("auto", "default"),
+    "modalities": (["text"], []), "parallel_tool_calls": (True, False), "prediction": (), "reasoning_effort": (),
+    "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
     "store": (False,), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "verbosity": (),
     "web_search_options": (),
 }  # fmt: skip
-IGNORED = ("user", "metadata")  # labels: they ask for nothing that could be refused
+IGNORED = (
+    "user",
+    "metadata",
+    "prompt_cache_key",
+    "safety_identifier",
+)  # labels: they ask for nothing that could be refused
 MAX_CHOICES = 128
 MAX_STOPS = 64  # every token is searched for each of them
 MAX_PROMPTS = 1024
@@ -123,7 +128,7 @@ class CompletionCall(Call):
         return [self.prompt] if single else self.prompt  # type: ignore[return-value]
 
 
-Nothing = Annotated[list[Any], Field(max_length=0)]  # an answer of this server that comes back as history has it
+Nothing = Annotated[list[Any], Field(max_length=0)]  # clients that send an answer back as history may add such lists
 
 
 class TextPart(BaseModel):

@@ -27,7 +27,7 @@ from .protocol import Answer, ApiError, Call, ChatCall, CompletionCall, bad_valu
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 INLINE_CHARS = 4096  # tokenized at once, in a few milliseconds
-NORMALIZED = 4  # characters that a tokenizer may make one of before it looks for tokens
+NORMALIZED = 4  # so many characters may become one when a tokenizer normalizes them, before it looks for tokens
 
 
 class Server:
@@ -168,7 +168,7 @@ class Server:
         return [Choice(index, stream) for index, stream in enumerate(streams)]
 
     def _check_room(self, count: int) -> None:
-        if not self.frontend.room(count):
+        if not self.frontend.room(self.tokenizing + count):
             message = f"the queue is full: {self.config.max_queue} requests may wait"
             raise ApiError(429, message, headers={"Retry-After": "1"})
 
@@ -197,7 +197,7 @@ class Server:
         chars, most = max(map(len, texts)), limits.max_model_len
         if chars > most * tokenizer.longest_token * NORMALIZED:
             raise ValueError(f"{chars} characters are more than max_model_len {most} tokens can hold")
-        self._check_room(self.tokenizing + len(texts))
+        self._check_room(len(texts))
         self.tokenizing += len(texts)
         try:
             work = asyncio.get_running_loop().run_in_executor(self.pool, encode)

@@ -184,7 +184,6 @@ class Limits:
 
     max_model_len: int  # tokens of prompt + output
     vocab_size: int
-
     kv_tokens: int = 2**62  # tokens whose keys and values the whole pool holds
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, default_max_tokens: int | None) -> int:

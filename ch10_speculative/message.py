@@ -60,7 +60,7 @@ class Flush(Message):
 class Finish:
     """Why a request ended. ``cut`` is the length of its text in characters where a stop string ended it."""
 
-    reason: str  # "stop" | "length" | "abort" | "error"
+    reason: str  # "stop" | "length" | "abort" | "error" | "timeout"
     cut: int | None = None
     error: str | None = None
 
