@@ -21,7 +21,7 @@ def fill(target: torch.Tensor, source: Any) -> None:
 
 
 class StackedLinear:
-    """Several matrices with one input, stacked by rows, so that they are one product: part i is sizes[i] rows."""
+    """Several matrices with one input, stacked by rows, so that they are one product: a part is so many rows."""
 
     def __init__(self, parts: dict[str, int], inner: int, bias: bool, like: torch.Tensor) -> None:
         self.parts = parts

@@ -68,7 +68,7 @@ class ReqState(enum.Enum):
 
     WAITING = "WAITING"  # in the waiting queue; owns no execution resources
     PREFILL = "PREFILL"  # running; its token_ids are not all computed
-    DECODE = "DECODE"  # running; one forward per further token
+    DECODE = "DECODE"  # running; all of its token_ids but the last are computed
     FINISHED = "FINISHED"
     ABORTED = "ABORTED"
 

@@ -71,8 +71,7 @@ class Channel:
 def run_engine(config: EngineConfig, channel: Channel, tracer: Tracer | None = None) -> Exception | None:
     """Load the engine and step it until Stop arrives, in the calling thread. Returns what ended it, None for Stop.
 
-    Whatever goes wrong is told as Fatal: a request is checked before it comes here, so once the engine is loaded an
-    exception is a fault of ours.
+    Whatever goes wrong is told as Fatal. Requests come here checked: once the engine is loaded, an exception is our fault.
     """
     try:
         engine = Engine(config, tracer)

@@ -49,7 +49,7 @@ class Engine:
         self.checkpoint = resolve(config.model)
         self.model_config = ModelConfig.from_dict(
             self.checkpoint.config
-        )  # before transformers is asked: it refuses less clearly
+        )  # first: it refuses more clearly than transformers
         self.tokenizer = Tokenizer(self.checkpoint.folder)
         self.limits = Limits(
             max_model_len=_max_model_len(

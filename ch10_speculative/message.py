@@ -73,7 +73,7 @@ class TokensOut(Message):
     ids: list[int]
     finish: Finish | None = None
     logprobs: list[dict[str, Any]] | None = None
-    counters: dict[str, float] = field(default_factory=dict)  # with finish: cached_tokens, scheduled_at
+    counters: dict[str, float] = field(default_factory=dict)  # with finish: what the request counted, as cached_tokens
 
     @property
     def text_ids(self) -> list[int]:

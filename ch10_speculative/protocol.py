@@ -23,12 +23,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "store": (False,), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "verbosity": (),
     "web_search_options": (),
 }  # fmt: skip
-IGNORED = (
-    "user",
-    "metadata",
-    "prompt_cache_key",
-    "safety_identifier",
-)  # labels: they ask for nothing that could be refused
+IGNORED = ("user", "metadata", "prompt_cache_key", "safety_identifier")  # labels that ask for nothing
 MAX_CHOICES = 128
 MAX_STOPS = 64  # every token is searched for each of them
 MAX_PROMPTS = 1024
