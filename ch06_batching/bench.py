@@ -273,15 +273,22 @@ def _load(bench: Experiment, by_rate: dict[str, dict[float, LoadResult]]) -> Non
     }
     rows: list[list[Any]] = []
     for rate in by_rate["ch06"]:
-        cells: list[Any] = [f"{rate:g}"]
+        cells: list[Any] = [f"{rate:g}", by_rate["ch06"][rate].totals()["requests"]]
         for key in ("output_tok_s", "ttft_s"):
             for name in by_rate:
                 value = by_rate[name][rate].totals()[key]
                 cells.append(f"{value:.1f}" if key == "output_tok_s" else milliseconds(value["p90"]))
         rows.append(cells)
     bench.data["tables"]["load"] = table(
-        ["requests/s offered", "ch05 output tok/s", "ch06 output tok/s", "ch05 TTFT p90 ms", "ch06 TTFT p90 ms"],
-        ["到达率（请求/秒）", "ch05 输出 tok/s", "ch06 输出 tok/s", "ch05 TTFT p90 ms", "ch06 TTFT p90 ms"],
+        [
+            "requests/s offered",
+            "requests",
+            "ch05 output tok/s",
+            "ch06 output tok/s",
+            "ch05 TTFT p90 ms",
+            "ch06 TTFT p90 ms",
+        ],
+        ["到达率（请求/秒）", "请求数", "ch05 输出 tok/s", "ch06 输出 tok/s", "ch05 TTFT p90 ms", "ch06 TTFT p90 ms"],
         rows,
     )
     if path := bench.figure("ch06_load.png"):

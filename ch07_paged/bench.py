@@ -83,7 +83,6 @@ def _utilisation(bench: Experiment, parent: str) -> None:
     """Under a pool that is too small: how much of it holds tokens, step by step, in process."""
     import importlib
 
-    page = 16
     tokens = 2 * 2048 if not bench.quick else 2048
     series: dict[str, list[tuple[float, float]]] = {}
     rows = []
@@ -108,7 +107,6 @@ def _utilisation(bench: Experiment, parent: str) -> None:
         used = summarise(share for _, share in points)
         bench.data.setdefault("utilisation", {})[name] = {"share": used, "unused_slots": summarise(held)}
         rows.append([name, f"{used['median']:.1%}", f"{sum(held) / len(held):.1f}", max(held)])
-    bench.data["page_size"] = page
     bench.data["tables"]["utilisation"] = table(
         ["cache", "pool in use while requests wait (median)", "unused positions per request (mean)", "at most"],
         ["缓存", "有请求等待时内存池的利用率（中位数）", "每个请求未用的位置（平均）", "最多"],

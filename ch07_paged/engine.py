@@ -102,10 +102,7 @@ class Engine:
         pages, size = self.kv.ledger(), self.kv.page_size
         used = self.kv.used(self.scheduler.running)
         memory = {"kv_total": pages["total"] * size, "kv_used": used, "kv_cached": pages["cached"] * size}
-        events = {
-            "preemptions": self.scheduler.preemptions,
-        }
-        return self.counters | queues | memory | events
+        return self.counters | queues | memory | {"preemptions": self.scheduler.preemptions}
 
     def close(self) -> None:
         """Give up what the engine holds; it can take no further step."""
@@ -138,7 +135,8 @@ class Engine:
     def _run_widest_step(self, model: Decoder) -> None:
         """Profile: run the largest step that there can be, over a cache of its own, and draw from all its logits.
 
-        torch keeps the memory that it took, so that what the device calls free afterwards is free beside such a step.
+        torch keeps the memory that it took, so that what the device calls free afterwards is free beside such a step. (Its
+        contexts are short: attention in plain torch takes more for long ones, the kernels do not.)
         """
         budget, size = self._token_budget(), self.config.page_size
         count = min(self.config.max_running, budget)

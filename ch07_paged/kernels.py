@@ -165,8 +165,8 @@ def paged_prefill(
 ) -> torch.Tensor:
     """The last rows of each request: q[T, H, D], rows cu_extend[b] : cu_extend[b + 1] are its last tokens -> [T, H, D].
 
-    Each row sees the request's tokens up to itself: whole prompts, chunks after a cached prefix, drafts to verify, and
-    single tokens between them. cu_extend int32[B + 1] covers all T rows, max_extend is at least the longest of them;
+    Each row sees the request's tokens up to itself: whole prompts, chunks after a cached prefix, and single tokens
+    between them. cu_extend int32[B + 1] covers all T rows, max_extend is at least the longest of them;
     the rest as in paged_decode. The definition is TorchBackend.attend.
     """
     return _attention(q, k_cache, v_cache, table, cu_extend, seq_lens, scale, max_extend, splits, out)

@@ -28,8 +28,8 @@ class Plan:
     """What all layers of one step share, computed once on the host."""
 
     slots: torch.Tensor  # int64[T], where this step's keys and values go
-    spans: list[tuple[int, int, int, list[int]]]  # per request: first row, row after the last, tokens it has, pages
-    # Requests with one row are not in spans: they are computed together.
+    # Per request with several rows: first row, row after the last, tokens it has, pages. The others are computed together.
+    spans: list[tuple[int, int, int, list[int]]]
     decode_rows: torch.Tensor  # int64[D]
     decode_table: torch.Tensor  # int64[D, W], their pages
     decode_mask: torch.Tensor  # bool[D, 1, 1, S], true where position s exists; S is the longest of them
@@ -141,7 +141,9 @@ def choose_backend(kv: KVCache, native: bool, wanted: str = "auto") -> Backend:
     fits = fits and device == "cpu" and fits_native_attention(kv.k.shape[-1])
     ops = native_ops() if fits else None
     if wanted == "native" and ops is None:
-        raise ValueError("attention_backend native is not to be had here: no compiler, a GPU, or an odd head size")
+        raise ValueError(
+            "attention_backend native is not to be had here: no compiler, a GPU, or a head size it is not made for"
+        )
     return TorchBackend(kv) if ops is None else NativeBackend(kv, ops)
 
 

@@ -21,9 +21,13 @@ class EngineConfig:
     threads: int = option(0, "compute threads on a CPU; 0: one per core")
     seed: int = option(0, "seed of the requests that bring none")
     max_model_len: int = option(0, "tokens of prompt + output; 0: what the model allows, at most 2048")
-    native: str = option("auto", "packed and compiled CPU operators", ("auto", "off"))
+    native: str = option(
+        "auto",
+        "our own operators, compiled for a CPU and Triton's for a GPU; attention has a flag of its own",
+        ("auto", "off"),
+    )
     kv_memory: str = option(
-        "auto", "memory for keys and values, e.g. 512M; auto: up to 0.4 of the RAM, 0.9 of a free GPU"
+        "auto", "memory for keys and values, e.g. 512M; auto: up to 0.4 of the RAM, 0.9 of what is free on a GPU"
     )
     page_size: int = option(16, "tokens in one KV page, a power of two from 1 to 256")
     attention_backend: str = option(

@@ -26,7 +26,7 @@ def capture(step: Callable[[], None], pool: Any) -> Callable[[], None]:
         step()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    # thread_local: calls of other threads, like the watchdog of a process group, do not end the capture.
+    # thread_local: what other threads ask of the device does not end the capture.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         step()
     return graph.replay
@@ -53,11 +53,10 @@ class DecodeGraphs:
         max_running: int,
         table_width: int,
         device: torch.device,
-        at_start: bool = False,
     ) -> None:
         """forward(inp) -> logits[R, vocab] plans and runs the model, without reading a tensor on the host.
 
-        table_width: pages of the longest request. at_start captures all sizes at once, else each at its first use.
+        table_width: pages of the longest request. A size is captured at its first use.
         """
         self.forward = forward
         self.sizes = graph_sizes(max_running)
@@ -78,8 +77,6 @@ class DecodeGraphs:
             table=buffer(max_running, table_width, dtype=torch.int32),
             slots=buffer(max_running, dtype=torch.int64) - 1,
         )
-        for size in reversed(self.sizes) if at_start else ():  # the largest first: the smaller ones fit into its memory
-            self._capture(size)
 
     @torch.inference_mode()
     def run(self, inp: ForwardInput) -> torch.Tensor | None:
@@ -112,7 +109,9 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture(self, size: int) -> Captured:
-        started, reserved = time.perf_counter(), torch.cuda.memory_reserved()
+        started = time.perf_counter()
+        torch.cuda.empty_cache()  # as the capture will: what it gives back must not be counted against the graph
+        reserved = torch.cuda.memory_reserved()
         rows = {f.name: getattr(self._buffers, f.name)[:size] for f in fields(ForwardInput)}
         inp = ForwardInput(**rows | {"cu_extend": self._buffers.cu_extend[: size + 1]})
         graph = Captured()

@@ -21,7 +21,7 @@ class Node:
     parent: Node | None
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)  # by the tokens of the child's first page
     locks: int = 0
-    used_at: int = 0  # of the tree's clock
+    used_at: int = 0  # of the tree's clock; who uses the beginning of an edge uses all of it
     offered: bool = False  # has an entry in the heap
 
 
@@ -93,7 +93,7 @@ class RadixTree:
         while len(freed) < count and self._heap:
             used_at, _, node = heapq.heappop(self._heap)
             node.offered = False
-            if node.locks or node.children or not node.pages:
+            if node.locks or node.children:
                 continue
             if used_at != node.used_at:
                 self._offer(node)

@@ -102,7 +102,7 @@ class Req:
     cached_tokens: int = 0  # prompt tokens that never had to be computed, for the usage report
     scheduled_at: float = 0.0  # perf_counter seconds of the first step that ran it
     pages: list[int] = field(default_factory=list)  # of the KV cache, in the order of its tokens
-    shared: int = 0  # so many of them, the first, are the prefix cache's; the others this request owns
+    shared: int = 0  # its first ``shared`` pages are the prefix cache's, the others its own
     prefix: Any = None  # the node of the prefix cache that protects them
     sampler_state: Any = None  # owned by the sampler: what penalties need to know about earlier tokens
 

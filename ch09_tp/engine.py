@@ -157,7 +157,8 @@ class Engine:
     def _run_widest_step(self, model: Decoder) -> None:
         """Profile: run the largest step that there can be, over a cache of its own, and draw from all its logits.
 
-        torch keeps the memory that it took, so that what the device calls free afterwards is free beside such a step.
+        torch keeps the memory that it took, so that what the device calls free afterwards is free beside such a step. (Its
+        contexts are short: attention in plain torch takes more for long ones, the kernels do not.)
         """
         budget, size = self._token_budget(), self.config.page_size
         count = min(self.config.max_running, budget)

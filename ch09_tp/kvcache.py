@@ -88,7 +88,7 @@ class KVCache:
             self._free.append(page)
 
     def match(self, req: Req) -> int:
-        """How many of req's first tokens are cached although it does not run. Never all: one gives the logits."""
+        """How many of req's first tokens are cached although it does not run. Never the last: its row gives the logits."""
         return self.tree.match(req.token_ids, req.length - 1) if self.prefix_cache else 0
 
     def attach(self, req: Req) -> None:

@@ -15,7 +15,7 @@ from .speculative import Speculator
 
 
 class Scheduler:
-    """First come, first served; a step is a token for every decoding request and prefill chunks with the rest.
+    """First come, first served; a step takes every decoding request and fills up with prefill chunks.
 
     Owns every live request: each is in exactly one of ``waiting`` and ``running`` (in the order they came). Aborts are
     called between steps, so they never meet a batch in flight. ``running`` never outgrows the token budget, so every
@@ -37,7 +37,7 @@ class Scheduler:
         self.max_running = min(max_running, max_batch_tokens)
         self.max_batch_tokens = max_batch_tokens
         self.static = static
-        self._room = 0  # requests that may still join
+        self._room = 0  # requests that may still join: a static batch keeps it from step to step until it is complete
         self.preemptions = 0
         self.hit_tokens = 0  # the cached_tokens of all requests
         self.speculator = speculator
@@ -82,7 +82,7 @@ class Scheduler:
             extend_len = min(req.length - req.cached_len, budget)
             if not self.kv.can_allocate(req, req.length - req.cached_len):  # all of it, not this chunk alone
                 self.kv.free(req)
-                self._room = 0
+                self._room = 0  # a static batch is complete with those that fit
                 break
             self.waiting.popleft()
             if not req.scheduled_at:  # a preempted request finds its own tokens, which is no hit of its prompt
@@ -91,7 +91,7 @@ class Scheduler:
             req.to(ReqState.PREFILL)
             self.running.append(req)
             self._room -= 1
-            if self.tracer:
+            if self.tracer and self.kv.prefix_cache:
                 self._trace("match", req, component="PrefixCache")
             budget -= extend_len
             items.append(self._take(req, extend_len))

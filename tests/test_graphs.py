@@ -104,6 +104,7 @@ def test_a_batch_runs_in_the_next_larger_graph(graph, captures, decode):
         assert len(forward.calls[-1].ids) == size
     assert captures.count == 5, "each size is captured once"
     assert captures.replays == 7
+    assert "[1, 2, 4, 16, 20]" in graphs.summary()
 
 
 def test_padding_rows_have_no_length_and_no_slot(graph, captures, decode):
@@ -150,15 +151,6 @@ def test_what_has_no_graph(graph, captures, decode):
     assert graphs.run(replace(two, logit_rows=torch.tensor([1]))) is None, "a chunk of one token that samples nothing"
     assert graphs.run(decode(5)) is None, "more requests than any graph has"
     assert captures.count == 0
-
-
-def test_capture_at_start_begins_with_the_largest(graph, captures):
-    forward = Recorder()
-    graphs = graph.DecodeGraphs(forward, 8, 4, CPU, at_start=True)
-    assert [len(call.ids) for call in forward.calls] == [8, 4, 2, 1]
-    assert all((call.seq_lens == 0).all() and (call.slots == -1).all() for call in forward.calls), "nothing is stored"
-    assert captures.replays == 0
-    assert "[1, 2, 4, 8]" in graphs.summary()
 
 
 def test_capture_warms_up_first_and_uses_the_pool(graph, monkeypatch):
