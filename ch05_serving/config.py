@@ -22,7 +22,7 @@ class EngineConfig:
     seed: int = option(0, "seed of the requests that bring none")
     max_model_len: int = option(0, "tokens of prompt + output; 0: what the model allows, at most 2048")
     native: str = option("auto", "packed and compiled CPU operators", ("auto", "off"))
-    kv_memory: str = option("auto", "memory for keys and values, e.g. 512M; auto: what the running requests need")
+    kv_memory: str = option("auto", "memory for keys and values, e.g. 512M; auto: what is needed, if it is there")
     debug_invariants: bool = option(False, "check the engine's books after every step")
 
     def __post_init__(self) -> None:

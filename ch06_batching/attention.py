@@ -28,8 +28,8 @@ class Plan:
     """What all layers of one step share, computed once on the host."""
 
     slots: torch.Tensor  # int64[T], where this step's keys and values go
-    # Per request with several rows: first row, row after the last, tokens it has, pages. The others are computed together.
-    spans: list[tuple[int, int, int, list[int]]]
+    spans: list[tuple[int, int, int, list[int]]]  # per request: first row, row after the last, tokens it has, pages
+    # Requests with one row are not in spans: they are computed together.
     decode_rows: torch.Tensor  # int64[D]
     decode_table: torch.Tensor  # int64[D, W], their pages
     decode_mask: torch.Tensor  # bool[D, 1, 1, S], true where position s exists; S is the longest of them

@@ -22,9 +22,7 @@ class EngineConfig:
     seed: int = option(0, "seed of the requests that bring none")
     max_model_len: int = option(0, "tokens of prompt + output; 0: what the model allows, at most 2048")
     native: str = option("auto", "packed and compiled CPU operators", ("auto", "off"))
-    kv_memory: str = option(
-        "auto", "memory for keys and values, e.g. 512M; auto: up to 0.4 of the RAM, 0.8 of what is free on a GPU"
-    )
+    kv_memory: str = option("auto", "memory for keys and values, e.g. 512M; auto: what is needed, if it is there")
     max_running: int = option(64, "requests in one step at most; lowered where kv_memory holds fewer")
     max_batch_tokens: int = option(0, "tokens in one step at most; 0: 96 on a CPU, 2048 on a GPU")
     scheduler: str = option(

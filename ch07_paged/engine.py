@@ -40,9 +40,7 @@ class Engine:
         self.config = config
         self.tracer = tracer
         self.checkpoint = resolve(config.model)
-        self.model_config = ModelConfig.from_dict(
-            self.checkpoint.config
-        )  # first: it refuses more clearly than transformers
+        self.model_config = ModelConfig.from_dict(self.checkpoint.config)  # transformers would refuse less clearly
         self.tokenizer = Tokenizer(self.checkpoint.folder)
         self.limits = Limits(
             max_model_len=_max_model_len(

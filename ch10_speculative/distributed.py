@@ -281,7 +281,7 @@ ALONE = Group(Place(), torch.device("cpu"))  # of everything that is not shared
 def join(config: EngineConfig, place: Place, device: torch.device) -> Group:
     """Become one of the ranks. In a process that the user started that is rank 0, which starts those of its host; on a
     host without rank 0 this call serves the group until it ends, and ends the process then."""
-    if device.type == "cuda" and place.local_rank + place.count > torch.cuda.device_count():
+    if device.type == "cuda" and place.local_size > torch.cuda.device_count():
         raise ValueError(f"tp needs {place.local_size} GPUs on this host, it has {torch.cuda.device_count()}")
     if config.place or place.size == 1:
         return Group(place, device)

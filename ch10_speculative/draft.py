@@ -62,6 +62,7 @@ class DraftProposer:
     def release(self, req: Req) -> None:
         shadow = self.shadows.pop(req.rid, None)
         if shadow:
+            self.kv.truncate(shadow, shadow.prompt_len)  # guesses are not what the tree should keep
             self.kv.free(shadow)
 
     def flush(self) -> None:

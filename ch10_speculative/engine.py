@@ -47,9 +47,7 @@ class Engine:
         self.config = config
         self.tracer = tracer
         self.checkpoint = resolve(config.model)
-        self.model_config = ModelConfig.from_dict(
-            self.checkpoint.config
-        )  # first: it refuses more clearly than transformers
+        self.model_config = ModelConfig.from_dict(self.checkpoint.config)  # transformers would refuse less clearly
         self.tokenizer = Tokenizer(self.checkpoint.folder)
         self.limits = Limits(
             max_model_len=_max_model_len(
@@ -61,7 +59,7 @@ class Engine:
         self.dtype = _dtype(config.dtype, self.device)
         place = config.place or Place.of(config)
         self.model_config.check_ranks(place.size)
-        self.draft_checkpoint = resolve(config.draft_model) if config.draft_model else None
+        self.draft_checkpoint = resolve(config.draft_model) if config.draft_model and not place.rank else None
         if self.draft_checkpoint:
             check_draft(self.draft_checkpoint, self.checkpoint)
         torch.set_num_threads(config.threads or max(1, _cores() // place.local_size))

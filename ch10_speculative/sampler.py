@@ -1,7 +1,7 @@
 """Logits to token ids: penalties, temperature, top_k, top_p, min_p, then one draw per row.
 
-The randomness of a draw is a function of (seed, position) alone, so a request's samples depend neither on the requests
-it shares a batch with nor on how often it was interrupted.
+The randomness of a draw is a function of (seed, position) and of what it is for, so a request's samples depend neither on
+the requests it shares a batch with nor on how often it was interrupted.
 """
 
 from __future__ import annotations

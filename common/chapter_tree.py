@@ -21,9 +21,10 @@ BUDGETS = {2: 700, 3: 700, 4: 200, 5: 900, 6: 350, 7: 1000, 8: 350, 9: 700, 10: 
 FREE = ("README*.md", "chapter.toml", "bench.py")
 IGNORED = {"__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".ipynb_checkpoints", ".DS_Store"}
 LAYERS = {
-    "interface": "__init__ config llm generate trace tokenizer protocol frontend exchange server serve",
+    "interface": "__init__ config llm generate trace tokenizer protocol frontend exchange server serve supervisor",
     "orchestration": "core message scheduler",
-    "execution": "engine model_runner model layers ops weights sampler attention kernels graph distributed speculative",
+    "execution": "engine model_runner scripted model layers ops weights sampler attention kernels graph distributed speculative "
+    "draft",
     "state & memory": "kvcache radix",
 }
 READING_ORDER = [f"{module}.py" for modules in LAYERS.values() for module in modules.split()]

@@ -41,7 +41,7 @@ SHADES = dict(
 )
 NAMES_ZH = {
     "linears": "线性层", "attention": "注意力", "rest of the model": "模型其余部分", "input tensors": "输入张量",
-    "sampler": "采样", "proposer": "草稿", "scheduler": "调度", "detokenizer": "反分词",
+    "sampler": "采样", "proposer": "提议者", "scheduler": "调度", "detokenizer": "反分词",
     "engine loop, rest": "引擎循环等", "server": "服务器", "whole step": "整步",
 }  # fmt: skip
 
