@@ -37,8 +37,7 @@ class Server:
     def __init__(self, frontend: Frontend, config: ServerConfig, model: str, defaults: dict[str, Any]) -> None:
         """model: the name clients see; defaults: SamplingParams fields where a request is silent."""
         self.frontend, self.config, self.model, self.defaults = frontend, config, model, defaults
-        # Tokenizing lets go of the interpreter lock: a huge prompt costs this thread, not the streams of others, and
-        # only other huge ones wait for it.
+        # Tokenizing lets go of the interpreter lock: only other huge prompts wait for a huge one, no streams.
         self.pool = ThreadPoolExecutor(1, "tokenize")
         self.tokenizing = 0  # prompts that wait for it
         self.app = FastAPI(title="mini-sglang chapters", docs_url="/docs", redoc_url=None)

@@ -244,7 +244,8 @@ class Frontend:
             self._waiting -= 1
             self.metrics.ttft.observe(now - stream.arrival)
         elif out.ids:
-            self.metrics.itl.observe(now - self._last_token[out.rid])
+            for i in range(len(out.ids)):  # those of one step arrive together
+                self.metrics.itl.observe(0.0 if i else now - self._last_token[out.rid])
         self._last_token[out.rid] = now
         stream.pending.append(out)
         stream.filled.set()

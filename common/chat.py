@@ -22,6 +22,7 @@ HELP = """/reset          forget the conversation, keep the system message
 /system [TEXT]  set the system message; without TEXT take it away
 /quit           end, as does Ctrl-D; Ctrl-C stops an answer and keeps what was said"""
 # What a model says must not steer the terminal: control characters but tab and line feed are dropped.
+MAX_TIMEOUT_S = 1e6
 CONTROL = {code: None for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\t\n"}
 Message = dict[str, str]
 
@@ -196,8 +197,8 @@ def main() -> int:
     url = api.base_url(args.url)
     if args.max_tokens is not None and args.max_tokens < 1:
         parser.error(f"--max-tokens must be at least 1, not {args.max_tokens}")
-    if not args.timeout > 0:
-        parser.error(f"--timeout must be positive, not {args.timeout}")
+    if not 0 < args.timeout <= MAX_TIMEOUT_S:
+        parser.error(f"--timeout must be positive and at most {MAX_TIMEOUT_S:,} seconds, not {args.timeout}")
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         # A shell may start background jobs with SIGINT ignored, and then Ctrl-C would never reach us.

@@ -128,7 +128,8 @@ def _compare(args: argparse.Namespace) -> int:
         raise
     data = compare_report.result(state, rows, works, checkpoint.config, notes)
     # The command is recorded: of a peer's command only the program, and none of the paths.
-    sys.argv = [Path(a.split()[0]).name if a in args.peer_command else a for a in sys.argv]
+    for line in args.peer_command:
+        sys.argv = [a.replace(line, Path(_program(line)).name) if line and a.endswith(line) else a for a in sys.argv]
     save_result(path, data, threads=args.threads)
     print(f"result: {path}")
     if args.figures:
@@ -141,6 +142,11 @@ def _compare(args: argparse.Namespace) -> int:
     return 1 if state.failed else 0
 
 
+def _program(command: str) -> str:
+    """The program of a command line; none of an empty one."""
+    return next(iter(shlex.split(command)), "")
+
+
 def _rows(args: argparse.Namespace, settings: Any, folder: Path) -> tuple[list[Entry], list[str]]:
     """All engines of the comparison, and a line for each chapter left out. Raises ValueError and ChapterError."""
     from common.compare_measure import peer
@@ -149,7 +155,7 @@ def _rows(args: argparse.Namespace, settings: Any, folder: Path) -> tuple[list[E
     found, notes = chapters(ROOT, args.chapters)
     rows = entries(found, options, args.http)
     rows += [variant(text, found, options) for text in args.variant]
-    for program in [*args.peer_python, *(line.split()[0] for line in args.peer_command if line.strip())]:
+    for program in [*args.peer_python, *filter(None, map(_program, args.peer_command))]:
         if not shutil.which(program):
             raise ValueError(f"no program {program}")
     pythons = iter(args.peer_python)
@@ -160,6 +166,8 @@ def _rows(args: argparse.Namespace, settings: Any, folder: Path) -> tuple[list[E
     if len(args.peer_name) > len(urls) or len(args.peer_command) > len(urls):
         raise ValueError("--peer-name and --peer-command belong to a --peer-url each")
     for i, url in enumerate(urls):
+        if not api.is_loopback(api.base_url(url)):
+            raise ValueError(f"--peer-url {url}: only servers on this machine are compared")
         name = plain_name(args.peer_name[i] if i < len(args.peer_name) else f"peer{i + 1}")
         command = tuple(shlex.split(args.peer_command[i])) if i < len(args.peer_command) else ()
         if not command:  # better to find out now than after half an hour of measuring

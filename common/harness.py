@@ -321,7 +321,10 @@ def command_line() -> str:
     """The command of this process as a reader would type it: no path of this machine in it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     what = f"-m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
-    arguments = [Path(a).name if os.path.isabs(a) else a for a in sys.argv[1:]]
+    arguments = []
+    for argument in sys.argv[1:]:
+        flag, is_joined, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+        arguments.append(flag + is_joined + (Path(value).name if os.path.isabs(value) else value))
     return " ".join(["python", what, *arguments])
 
 

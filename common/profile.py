@@ -24,7 +24,7 @@ from common.compare_plan import warmup
 from common.engines import ChapterEngine
 from common.experiments import milliseconds, table
 from common.harness import ROOT, RunResult, ratio, save_result, summarise
-from common.host import BYTES, native_bfloat16, parameter_counts
+from common.host import BYTES, kept_dtype, native_bfloat16, parameter_counts
 from common.load import load
 from common.profile_clock import ATTENTION, LINEARS, PARTS, Clock, Step, attached
 from common.service import Server
@@ -57,9 +57,9 @@ class Floor:
         counts, heads = parameter_counts(config), config["num_attention_heads"]
         dim = config.get("head_dim") or config["hidden_size"] // heads
         layers = config["num_hidden_layers"]
-        self.linear, self.head, self.size = counts["linear"], counts["head"], BYTES[dtype]
+        self.linear, self.head, self.size = counts["linear"], counts["head"], BYTES[kept_dtype(config, dtype)]
         self.bandwidth, self.flops = bandwidth, flops
-        self.token_bytes = 2 * layers * (config.get("num_key_value_heads") or heads) * dim * self.size
+        self.token_bytes = 2 * layers * (config.get("num_key_value_heads") or heads) * dim * BYTES[dtype]
         self.pair_flops = 4 * layers * heads * dim  # query times key, and weight times value
 
     def linears(self, rows: int, logit_rows: int) -> float:

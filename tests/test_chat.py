@@ -185,6 +185,7 @@ def test_what_is_wrong_is_one_line_and_status_2(server: FakeServer):
     for args, text in (
         (["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9 "),
         (["--max-tokens", "0"], "at least 1"),
+        (["--timeout", "inf"], "at most 1,000,000 seconds"),
         (["--url", server.url], "429: refused with 429"),
     ):
         done = command("one\ntwo\n", *args)

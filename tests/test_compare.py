@@ -240,11 +240,12 @@ def test_the_command_writes_one_result_and_one_figure(tree, tmp_path, monkeypatc
     program.symlink_to("/bin/false")
     peer = ["--peer-url", "http://127.0.0.1:9", "--peer-name", "gone", "--peer-command", f"{program} {program}"]
     base = ["--model", "dummy:llama-tiny", "--threads", "1", "--length-scale", "0.05", "--no-logits"]
+    peer += [f"--peer-command={program} {program}", "--peer-url=http://127.0.0.1:10"]
     flags = [*base, "--workload", "latency", "--workload", "offline", "--scale", "0.05", "--rounds", "2", *peer]
     monkeypatch.setattr(sys, "argv", ["compare", *flags, "--json", str(out / "c.json"), "--figures", str(out)])
     monkeypatch.setattr("common.compare_measure.measure_bandwidth", lambda threads: 50e9)
     monkeypatch.setattr("common.compare_measure.measure_gemm", lambda dtype, threads: 500e9)
-    assert compare.main() == 1  # the peer is not there
+    assert compare.main() == 1  # the peers are not there
     data = json.loads((out / "c.json").read_text())
     assert set(data["summary"]["latency"]) == {"ch93", "ch94", "ch95"} and set(data["summary"]["offline"]) == {
         "ch94",
@@ -255,6 +256,7 @@ def test_the_command_writes_one_result_and_one_figure(tree, tmp_path, monkeypatc
     assert data["tables"]["overview"]["rows"][0][0] == "ch93" and data["tables"]["latency"]["rows"][-1][0] == "floor"
     assert [row[0] for row in data["tables"]["overview"]["rows"]] == ["ch93", "ch94", "ch95"]  # of the others nothing
     assert "logit error (rms)" not in data["tables"]["overview"]["columns"]
+    assert "--peer-command server" in data["command"] and "--peer-command=server" in data["command"]
     assert "secret" not in (out / "c.json").read_text() and (out / "compare.png").stat().st_size > 1000
     assert (out / "c.json.partial").exists()  # the peer may come back
     assert "figure:" in capsys.readouterr().out
@@ -272,6 +274,8 @@ def test_the_command_writes_one_result_and_one_figure(tree, tmp_path, monkeypatc
         (["--peer", "vllm", "--peer-python", "/no/such/python"], "no program /no/such/python"),
         (["--peer-name", "x"], "belong to a --peer-url each"),
         (["--peer-url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+        (["--peer-url", "http://10.0.0.1:8000"], "only servers on this machine"),
+        (["--peer-url", "http://127.0.0.1:9", "--peer-command", ""], "no server answers at http://127.0.0.1:9"),
         (["--variant", "ch95"], "a variant is"),
         (["ch99"], "unknown chapter 'ch99'"),
     ],

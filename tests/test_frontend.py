@@ -289,6 +289,20 @@ def test_an_engine_that_outlives_the_loop_talks_to_nobody(m: SimpleNamespace) ->
     channels[0].from_engine.put([m.Fatal("too late")])
 
 
+def test_tokens_that_one_step_gave_are_that_many_gaps(m: SimpleNamespace) -> None:
+    """One for each token after the first, however many a step gives."""
+
+    async def body(frontend: Any) -> None:
+        stream = submit(frontend, [5, 6], m.SamplingParams(), 6)
+        for ids in ([1], [2, 3, 4], [5]):
+            await tell(frontend, m.TokensOut(stream.rid, ids))
+        text = frontend.metrics.text().decode()
+        assert "minisgl_inter_token_latency_seconds_count 4.0" in text
+        assert "minisgl_time_to_first_token_seconds_count 1.0" in text
+
+    with_frontend(m, body)
+
+
 def test_counters_grow_by_what_the_engine_counted(m: SimpleNamespace) -> None:
     async def body(frontend: Any) -> None:
         zeros = dict.fromkeys(m.STATS, 0)

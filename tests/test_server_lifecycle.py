@@ -143,8 +143,12 @@ def test_no_two_sockets_can_be_bound_to_one_port() -> None:
 
 
 @pytest.mark.fault(22)
+@pytest.mark.parametrize("error", [RuntimeError("boom"), ValueError("boom")], ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("name", [n for n in FRONTS if n < "ch09"])  # from ch09 on the engine is another process
-def test_when_the_engine_dies_everybody_is_told_and_the_server_ends(name: str) -> None:
+def test_when_the_engine_dies_everybody_is_told_and_the_server_ends(
+    name: str, error: Exception, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A ValueError is about options before the engine is loaded, and after that a fault like any other."""
     puppet = Puppet(name, lambda m: Script([5] * m.max_tokens), 0.01)
     serve, frontend, config = (importlib.import_module(f"{name}.{n}") for n in ("serve", "frontend", "config"))
     found: dict[str, Any] = {}
@@ -154,7 +158,7 @@ def test_when_the_engine_dies_everybody_is_told_and_the_server_ends(name: str) -
         with ThreadPoolExecutor(2) as pool, httpx.Client(base_url=url, trust_env=False, timeout=30) as client:
             jobs = {s: pool.submit(client.post, "/v1/completions", json=body | {"stream": s}) for s in (False, True)}
             until(lambda: all(at > 2 for _, at in puppet.open.values()) and len(puppet.open) == 2)
-            puppet.broken = RuntimeError("boom")
+            puppet.broken = error
             found.update({"stream" if s else "whole": job.result() for s, job in jobs.items()})
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -175,6 +179,7 @@ def test_when_the_engine_dies_everybody_is_told_and_the_server_ends(name: str) -
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert status == 1
+    assert "Traceback" in capfd.readouterr().err
     assert found["whole"].status_code == 503
     assert "boom" in found["whole"].json()["error"]["message"]
     assert found["stream"].status_code == 200
