@@ -89,7 +89,7 @@ class Ranks:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         if place.rank == 0 and place.own_store and place.size > 1:
             try:
-                server = socket.create_server((place.address, place.port))
+                server = socket.create_server((place.address, place.port), family=_family(place.address))
             except OSError as error:
                 where = f"{place.address}:{place.port}"
                 raise ValueError(f"cannot listen on {where}: {error.strerror or error}") from None
@@ -156,8 +156,11 @@ class Group:
         self._shared: shm.SharedMemory | None = None
         if self.size == 1:
             return
-        store = self._meet(place)
-        self._host: Any = _gloo(dist.PrefixStore("host", store), place)  # small messages, on the CPU
+        try:
+            store = self._meet(place)
+            self._host: Any = _gloo(dist.PrefixStore("host", store), place)  # small messages, on the CPU
+        except (RuntimeError, OSError) as error:  # torch's own, where another host never comes or goes meanwhile
+            raise error if isinstance(error, RankError) else RankError(f"the ranks did not meet: {error}") from None
         self._data: Any = self._host
         if device.type == "cuda":
             torch.cuda.set_device(place.local_rank)
@@ -323,12 +326,16 @@ def attend(config: EngineConfig) -> int:
         ranks.close()
 
 
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def _gloo(store: dist.Store, place: Place) -> dist.ProcessGroupGloo:
     """A gloo group of its own: the default group of torch.distributed belongs to the program, not to an engine.
 
     It listens at the address with which this host reaches the store; a host's name often leads elsewhere.
     """
-    with socket.socket(socket.AF_INET6 if ":" in place.address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(_family(place.address), socket.SOCK_DGRAM) as probe:
         probe.connect((place.address, place.port))
         address = probe.getsockname()[0]
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

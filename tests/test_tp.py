@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -380,6 +381,16 @@ def test_a_forward_that_fails_on_one_rank_alone_does_not_hold_up_the_end(
     llm.close()
     assert time.monotonic() - started < 20
     gone(pids)
+
+
+def test_ranks_that_do_not_meet_say_so_in_our_words(chapter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens where rank 0 should be: torch's own error is not what a user sees."""
+    module = importlib.import_module(f"{chapter.__name__}.distributed")
+    monkeypatch.setattr(module, "MEET_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(module.RankError, match="the ranks did not meet: "):
+        module.Group(module.Place(1, 2, 1, 2, 1, "127.0.0.1", port), torch.device("cpu"))
 
 
 def test_each_rank_process_needs_one_gpu(chapter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

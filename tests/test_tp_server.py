@@ -185,6 +185,9 @@ def test_two_servers_share_a_machine(chapter: str, two: Server) -> None:
 # ---- several hosts --------------------------------------------------------------------------------------------------
 
 
+IPV6 = socket.has_ipv6 and Path("/proc/net/if_inet6").exists()
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
@@ -196,13 +199,13 @@ def host_flags(rank: int, address: str, port: int) -> list[str]:
 
 
 @contextmanager
-def two_hosts(chapter: str) -> Iterator[tuple[Server, subprocess.Popen[str]]]:
+def two_hosts(chapter: str, address: str = "127.0.0.1") -> Iterator[tuple[Server, subprocess.Popen[str]]]:
     """Two process groups that share nothing but an address: the one that answers requests, and the other."""
     port = free_port()
-    command = [sys.executable, "-m", f"{chapter}.serve", *tiny_flags(), *host_flags(1, "127.0.0.1", port)]
+    command = [sys.executable, "-m", f"{chapter}.serve", *tiny_flags(), *host_flags(1, address, port)]
     second = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
     try:
-        with Server(chapter, *tiny_flags(), *host_flags(0, "127.0.0.1", port)) as first:
+        with Server(chapter, *tiny_flags(), *host_flags(0, address, port)) as first:
             yield first, second
     finally:
         if second.poll() is None:
@@ -211,8 +214,11 @@ def two_hosts(chapter: str) -> Iterator[tuple[Server, subprocess.Popen[str]]]:
             second.communicate()
 
 
-def test_two_hosts_serve_and_end_together(chapter: str) -> None:
-    with two_hosts(chapter) as (first, second):
+@pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.full)])
+def test_two_hosts_serve_and_end_together(chapter: str, address: str) -> None:
+    if address == "::1" and not IPV6:
+        pytest.skip("this machine has no IPv6")
+    with two_hosts(chapter, address) as (first, second):
         served = Served(chapter, first.url, {"model": str(tiny_folder()), "dtype": "float32", "threads": 1})
         want = served.offline("the cat", max_tokens=12, temperature=0.0)
         assert served.good(prompt="the cat", max_tokens=12, temperature=0)["choices"][0]["text"] == want.text
