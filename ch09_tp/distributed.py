@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from common import child
 from common.cpu import shm
+from common.net import family, listens
 
 from .config import EngineConfig
 from .core import ForwardInput
@@ -89,7 +89,7 @@ class Ranks:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         if place.rank == 0 and place.own_store and place.size > 1:
             try:
-                server = socket.create_server((place.address, place.port), family=_family(place.address))
+                server = socket.create_server((place.address, place.port), family=family(place.address))
             except OSError as error:
                 where = f"{place.address}:{place.port}"
                 raise ValueError(f"cannot listen on {where}: {error.strerror or error}") from None
@@ -160,7 +160,7 @@ class Group:
             store = self._meet(place)
             self._host: Any = _gloo(dist.PrefixStore("host", store), place)  # small messages, on the CPU
         except (RuntimeError, OSError) as error:  # torch's own, where another host never comes or goes meanwhile
-            raise error if isinstance(error, RankError) else RankError(f"the ranks did not meet: {error}") from None
+            raise error if isinstance(error, RankError) else RankError(str(error).partition("\n")[0]) from None
         self._data: Any = self._host
         if device.type == "cuda":
             torch.cuda.set_device(place.local_rank)
@@ -249,17 +249,23 @@ class Group:
 
     def _meet(self, place: Place) -> dist.Store:
         """The group's part of the store, once every rank is there: what follows would wait for one that has died."""
+        deadline = time.monotonic() + MEET_S
+
+        def wait(rank: int, has_come: Callable[[], bool]) -> None:
+            while not has_come():
+                self.check()
+                if time.monotonic() > deadline:
+                    raise RankError(f"rank {rank} did not come to {place.address}:{place.port} within {MEET_S} s")
+                time.sleep(0.02)
+
+        wait(0, lambda: listens(place.address, place.port))  # torch's own waiting prints its stack every few seconds
         tcp = dist.TCPStore(
             place.address, place.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=MEET_S)
         )
         store = dist.PrefixStore(place.name, tcp)
         store.set(f"rank{self.rank}", "")
-        deadline = time.monotonic() + MEET_S
-        while missing := [rank for rank in range(self.size) if not store.check([f"rank{rank}"])]:
-            self.check()
-            if time.monotonic() > deadline:
-                raise RankError(f"ranks {', '.join(map(str, missing))} did not come within {MEET_S} s")
-            time.sleep(0.02)
+        for rank in range(self.size):
+            wait(rank, lambda key=f"rank{rank}": store.check([key]))  # type: ignore[misc]
         return store
 
     def _broadcast(self, group: Any, tensor: torch.Tensor, patience: timedelta = timedelta()) -> None:
@@ -289,6 +295,8 @@ def join(config: EngineConfig, place: Place, device: torch.device) -> Group:
     if config.place or place.size == 1:
         return Group(place, device)
     if place.rank > 0:
+        from .supervisor import attend  # here, because it needs this module
+
         sys.exit(attend(config))
     ranks = Ranks(config, place, first=1)
     try:
@@ -298,44 +306,12 @@ def join(config: EngineConfig, place: Place, device: torch.device) -> Group:
         raise
 
 
-def attend(config: EngineConfig) -> int:
-    """Run the ranks of a host without rank 0 until the group ends. Returns the exit status.
-
-    A signal is for rank 0 to heed, which lets open requests finish; a second one, or LEAVE_S without an end, ends them.
-    """
-    place = Place.of(config)
-    try:
-        socket.getaddrinfo(place.address, place.port)
-    except OSError as error:
-        raise ValueError(f"master_addr {place.address}: {error.strerror or error}") from None
-    ranks = Ranks(config, place, first=place.rank)
-    signals: list[float] = []
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: signals.append(time.monotonic()))
-    try:
-        while not ranks.wait(0.2):
-            late = len(signals) > 1 or (signals and time.monotonic() > signals[0] + LEAVE_S)
-            if late or any(process.poll() for process in ranks.processes.values()):
-                break
-        rank, status = ranks.culprit() or (0, 1)
-        if status < 0:  # who ends by itself has said why
-            print(f"error: rank {rank} ended with signal {signal.Signals(-status).name}", file=sys.stderr, flush=True)
-        return int(status != 0)
-    finally:
-        ranks.close()
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 def _gloo(store: dist.Store, place: Place) -> dist.ProcessGroupGloo:
     """A gloo group of its own: the default group of torch.distributed belongs to the program, not to an engine.
 
     It listens at the address with which this host reaches the store; a host's name often leads elsewhere.
     """
-    with socket.socket(_family(place.address), socket.SOCK_DGRAM) as probe:
+    with socket.socket(family(place.address), socket.SOCK_DGRAM) as probe:
         probe.connect((place.address, place.port))
         address = probe.getsockname()[0]
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from common.cli import one_line
 from common.trace import Event, Tracer
 
 from .config import EngineConfig
-from .distributed import GRACE_S, LOST, Place, RankError, Ranks
+from .distributed import GRACE_S, LEAVE_S, LOST, Place, RankError, Ranks
 from .engine import Engine
 from .frontend import Channel, Mailbox, run_engine
 from .message import Fatal, Message, Stop
@@ -129,6 +130,40 @@ def _verdict(ranks: Ranks, last_words: str) -> Exception:
     except RankError as error:
         return error
     return RankError("rank 0 does not answer")
+
+
+def attend(config: EngineConfig) -> int:
+    """Run the ranks of a host without rank 0 until the group ends. Returns the exit status.
+
+    A signal is for rank 0 to heed, which lets open requests finish; a second one, or LEAVE_S without an end, ends them.
+    """
+    place = Place.of(config)
+    try:
+        socket.getaddrinfo(place.address, place.port)
+    except OSError as error:
+        raise ValueError(f"master_addr {place.address}: {error.strerror or error}") from None
+    ranks = Ranks(config, place, first=place.rank)
+    where = f"{place.address}:{place.port}"
+    print(
+        f"waiting for rank 0 at {where}; it ends this host too, a second Ctrl-C does at once",
+        file=sys.stderr,
+        flush=True,
+    )
+    signals: list[float] = []
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: signals.append(time.monotonic()))
+    try:
+        while not ranks.wait(0.2):
+            late = len(signals) > 1 or (signals and time.monotonic() > signals[0] + LEAVE_S)
+            if late or any(process.poll() for process in ranks.processes.values()):
+                break
+        rank, status = ranks.culprit() or (0, 1)
+        if status < 0:  # who ends by itself has said why
+            print(f"error: rank {rank} ended with signal {signal.Signals(-status).name}", file=sys.stderr, flush=True)
+        return int(status != 0)
+    finally:
+        ranks.close()
 
 
 def main() -> int:

@@ -19,11 +19,11 @@ from common.trace import Tracer
 
 from .config import EngineConfig, ServerConfig
 from .core import SamplingParams
-from .distributed import Place, attend
+from .distributed import Place
 from .frontend import Channel, Frontend
 from .message import Stop
 from .server import Server
-from .supervisor import supervise
+from .supervisor import attend, supervise
 from .tokenizer import Tokenizer
 
 
