@@ -1,12 +1,17 @@
 # One command each on a fresh machine: make serve / make generate, make test. Everything lives in .venv and the cache folder.
-CHAPTER ?= ch10_speculative
-MODEL   ?= smollm2-135m
-HOST    ?= 127.0.0.1
-PORT    ?= 8000
-PROMPT  ?= What is the capital of France?
-ARGS    ?=
-JOBS    ?= auto
-PYTHON  ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
+# Given as make's arguments. The environment does not count: a shell may have a HOST, a PORT or a PROMPT of its own.
+CHAPTER = ch10_speculative
+MODEL   = smollm2-135m
+HOST    = 127.0.0.1
+PORT    = 8000
+PROMPT  = What is the capital of France?
+ARGS    =
+JOBS    = auto
+# The first that runs and is new enough; unless there is a .venv already.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c '$(NEW)' 2>/dev/null && command -v $$p && break; done)
+
+NEW := import sys; sys.exit(sys.version_info < (3, 11))
+override CHAPTER := $(patsubst %/,%,$(CHAPTER))
 
 PY   := .venv/bin/python
 DONE := .venv/.installed
@@ -24,9 +29,10 @@ help:
 install: $(DONE)
 
 $(DONE): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "error: no python3 (3.11 or later) found; set PYTHON=/path/to/python"; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is older than 3.11"; exit 2; }
-	test -x $(PY) || $(PYTHON) -m venv .venv
+	@$(PY) -m pip --version >/dev/null 2>&1 || test -n "$(PYTHON)" || \
+		{ echo "error: no python3 (3.11 or later) found; set PYTHON=/path/to/python"; exit 2; }
+	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
+	@$(PY) -c '$(NEW)' || { echo "error: the Python of .venv is older than 3.11: delete the folder, set PYTHON"; exit 2; }
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install --quiet -c constraints.txt torch
 	$(PY) -m pip install --quiet -c constraints.txt '.[dev]'
@@ -38,7 +44,7 @@ serve: $(DONE)
 	$(PY) -m $(CHAPTER).serve --model '$(MODEL)' --host $(HOST) --port $(PORT) $(ARGS)
 
 generate: $(DONE)
-	$(PY) -m $(CHAPTER).generate --model '$(MODEL)' --chat --prompt '$(subst ','\'',$(PROMPT))' $(ARGS)
+	$(PY) -m $(CHAPTER).generate --model '$(MODEL)' --chat --prompt '$(subst ','\'',$(value PROMPT))' $(ARGS)
 
 trace: $(DONE)
 	$(PY) -m $(CHAPTER).trace --model '$(MODEL)' $(ARGS)
@@ -65,4 +71,4 @@ gpu-check: $(DONE)
 	$(PY) -m common.gpu_check --json docs/results/gpu.json
 
 clean:
-	rm -rf .venv build *.egg-info trace_out .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv build *.egg-info trace_out compare_out profile_out .pytest_cache .ruff_cache .mypy_cache .hypothesis

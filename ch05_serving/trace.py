@@ -27,7 +27,7 @@ def over_http(options: dict[str, Any], tracer: Tracer, prompt: str, max_tokens: 
 
     def client(url: str) -> None:
         try:
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600)
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600, trust_env=False)
             if answer.status_code != 200 or 'data: {"error"' in answer.text:
                 failed.append(answer.text)
         except httpx.HTTPError as error:

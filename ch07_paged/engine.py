@@ -11,6 +11,7 @@ import torch
 
 from common import cpu
 from common.checkpoints import resolve
+from common.host import memory_bytes
 from common.trace import Tracer
 
 from . import ops, weights
@@ -207,7 +208,7 @@ def _memory_budget(device: torch.device) -> int:
     """Bytes that keys and values may take where the user names no number: a part of what the machine has."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.9)
-    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.4)
+    return int(memory_bytes() * 0.4)
 
 
 def _device(wanted: str) -> torch.device:

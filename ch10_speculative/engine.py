@@ -13,7 +13,7 @@ import torch
 
 from common import cpu
 from common.checkpoints import Checkpoint, resolve
-from common.host import weight_bytes
+from common.host import memory_bytes, weight_bytes
 from common.trace import Tracer
 
 from . import ops, weights
@@ -285,7 +285,7 @@ def _memory_budget(device: torch.device, ranks: int) -> int:
     left, or of what the machine has for its ranks."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.9)
-    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.4 / ranks)
+    return int(memory_bytes() * 0.4 / ranks)
 
 
 def _device(wanted: str) -> torch.device:

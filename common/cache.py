@@ -26,7 +26,7 @@ def cache_dir() -> Path:
     """$MINISGL_CACHE, else $XDG_CACHE_HOME/mini-sglang-chapters, else ~/.cache/mini-sglang-chapters; may not exist yet."""
     own = os.environ.get("MINISGL_CACHE")
     if own:
-        return Path(own).expanduser().absolute()
+        return Path(os.path.expanduser(own)).absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path("~/.cache").expanduser()).absolute() / "mini-sglang-chapters"
 

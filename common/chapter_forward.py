@@ -108,6 +108,13 @@ def _carry(
             _carry(result, chapters, child, file, before, merged)
 
 
+def _git(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    try:
+        return subprocess.run(["git", *arguments], capture_output=True, check=False)
+    except FileNotFoundError:
+        raise ChapterError("git is needed to carry an edit forward, and is not installed") from None
+
+
 def merge(contents: tuple[bytes, bytes, bytes], labels: tuple[str, str, str]) -> tuple[bytes, bool]:
     """`git merge-file` of (ours, base, theirs): the merged content, and whether it is free of conflict markers."""
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +122,7 @@ def merge(contents: tuple[bytes, bytes, bytes], labels: tuple[str, str, str]) ->
         for file, content in zip(files, contents, strict=True):
             file.write_bytes(content)
         flags = [flag for label in labels for flag in ("-L", label)]
-        run = subprocess.run(["git", "merge-file", "-p", *flags, *map(str, files)], capture_output=True, check=False)
+        run = _git("merge-file", "-p", *flags, *map(str, files))
     if not 0 <= run.returncode < 128:
         raise ChapterError(f"{labels[0]}: git cannot merge it ({run.stderr.decode().strip()}); merge it by hand")
     return run.stdout, run.returncode == 0
@@ -123,9 +130,7 @@ def merge(contents: tuple[bytes, bytes, bytes], labels: tuple[str, str, str]) ->
 
 def _head(root: Path, chapter: Chapter, file: str, required: bool = True) -> bytes | None:
     """The committed version of a chapter's file; None if HEAD has no such file, or if there is no HEAD to ask."""
-    head = ["git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD"]
-    if required and subprocess.run(head, capture_output=True, check=False).returncode:
+    if required and _git("-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD").returncode:
         raise ChapterError(f"{root}: no git commit to take the old version from; give it with --base FILE")
-    blob = ["git", "-C", str(root), "cat-file", "blob", f"HEAD:./{chapter.name}/{file}"]
-    run = subprocess.run(blob, capture_output=True, check=False)
+    run = _git("-C", str(root), "cat-file", "blob", f"HEAD:./{chapter.name}/{file}")
     return run.stdout if run.returncode == 0 else None

@@ -7,6 +7,7 @@ safetensors only and code that comes with a model never runs. Which architecture
 import importlib.util
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -88,7 +89,7 @@ def resolve(model: str) -> Checkpoint:
         return _load(dummy.dummy_folder(rest), model)
     if prefix == "modelscope":
         return _load(_from_modelscope(rest), rest)
-    path = Path(model).expanduser() if model else Path("/nonexistent")
+    path = Path(os.path.expanduser(model) if model else "/nonexistent")  # pathlib's raises for an unknown user
     if path.is_dir():
         return _load(path, path.resolve().name)
     if path.is_file():

@@ -31,8 +31,19 @@ OK, WARN, BAD = "ok", "note", "missing"
 MARKS = {OK: "✓", WARN: "·", BAD: "✗"}
 MODEL = "smollm2-135m"
 PORT = 8000
-NEEDS = ("transformers", "tokenizers", "safetensors", "numpy", "jinja2", "tqdm", "rich")
-SERVING = ("fastapi", "uvicorn", "httpx", "pydantic", "prometheus_client")
+NEEDS = (
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "jinja2",
+    "tqdm",
+    "rich",
+    "matplotlib",
+    "gguf",
+    "accelerate",
+)
+SERVING = ("fastapi", "uvicorn", "httptools", "httpx", "pydantic", "prometheus_client")
 MEMORY_GIB = 3.0  # weights twice while they are packed, torch, and room for keys and values
 
 
@@ -167,10 +178,12 @@ def compiler() -> Finding:
     if is_intact(native.library_folder(), native.VERSION):
         return Finding("C++ operators", OK, "compiled already; --native off does without them")
     try:
-        program = native.compiler()[0]
+        command = native.compiler()
     except native.NativeError as error:
         return Finding("C++ operators", WARN, f"{error}; until then plain torch is used, which is slower")
-    return Finding("C++ operators", OK, f"will be compiled once by {Path(program).name}, in less than a minute")
+    if failed := native.remembered_failure(native.identity_of(command)):
+        return Finding("C++ operators", WARN, f"could not be compiled: {failed}; plain torch is used, which is slower")
+    return Finding("C++ operators", OK, f"will be compiled once by {Path(command[0]).name}, in less than a minute")
 
 
 # ---- the model and the ports

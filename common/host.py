@@ -1,18 +1,20 @@
 """The machine under a measurement: what it is, how fast it reads and multiplies, and what no engine on it can beat."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from common.workloads import Workload
-
 if TYPE_CHECKING:
     import torch
+
+    from common.workloads import Workload
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 PACKAGES = ("torch", "transformers", "triton", "numpy")
@@ -64,8 +66,10 @@ def cpu_flags() -> set[str]:
 
 
 def native_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware."""
-    return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+    """Whether this CPU multiplies bfloat16 in hardware, as the engines see it."""
+    from common.cpu import has_native_bf16
+
+    return has_native_bf16()
 
 
 def _cpuinfo() -> dict[str, str]:
@@ -78,12 +82,18 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
 def memory_bytes() -> int:
-    """Of the machine; 0 where it does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return 0
+    """Of the machine, or of the container if that has less; 0 where neither tells."""
+    found = []
+    with contextlib.suppress(ValueError, OSError):
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for path in CGROUP_LIMITS:
+        with contextlib.suppress(ValueError, OSError):  # "max" is no number
+            found.append(int(Path(path).read_text()))
+    return min(found, default=0)
 
 
 def measure_bandwidth(threads: int, device: str = "cpu", size_bytes: int = 512 * 2**20, repeats: int = 6) -> float:
@@ -191,7 +201,9 @@ def kept_dtype(config: dict[str, Any], dtype: str) -> str:
     return "bfloat16" if dtype == "float32" and stored == "bfloat16" and panel_of(torch.float32) else dtype
 
 
-def floors(config: dict[str, Any], dtype: str, bandwidth: float, flops: float, workload: Workload) -> dict[str, float]:
+def floors(
+    config: dict[str, Any], dtype: str, bandwidth: float, flops: float, workload: "Workload"
+) -> dict[str, float]:
     """Times that no engine on this machine can beat without speculation, attention and the cache's bytes left out.
 
     `bandwidth` in bytes/s, `flops` in operations/s of `dtype`. Seconds: `tpot_s` for a request alone, `ttft_s` for the

@@ -19,9 +19,13 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, proto)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen()  # now: two sockets may bind one address as long as neither listens
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            bound.listen()  # now: two sockets may bind one address as long as neither listens
+        except OSError:
+            bound.close()
+            raise
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     name, number = bound.getsockname()[:2]

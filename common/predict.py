@@ -142,8 +142,8 @@ def serving(chapter: str) -> dict[str, Any]:
 
     with Server(chapter, *(f"--{name}={value}" for name, value in TINY.items())) as server:
         body = {"prompt": [1, 2, 3, 4, 5, 6, 7, 8], "n": 4, "max_tokens": 1, "temperature": 0}
-        usage = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["usage"]
-        lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+        usage = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False).json()["usage"]
+        lines = httpx.get(f"{server.url}/metrics", timeout=60, trust_env=False).text.splitlines()
     computed = next(line.split()[1] for line in lines if line.startswith("minisgl_prefill_tokens_total "))
     return {"prompt_tokens": usage["prompt_tokens"], "prefill_tokens": int(float(computed))}
 

@@ -82,7 +82,11 @@ def _convert_in_subprocess(gguf: Path, target: Path) -> None:
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run(command, cwd=root, env=os.environ | quiet, capture_output=True, text=True, check=False)
     if done.returncode:
-        hint = "`pip install transformers gguf accelerate` may help" if "ImportError" in done.stderr else BY_HAND
+        hint = (
+            "`pip install transformers gguf accelerate` may help"
+            if "ImportError" in done.stderr or "ModuleNotFoundError" in done.stderr
+            else BY_HAND
+        )
         raise CheckpointError(f"cannot convert {PRESET}: {_last_line(done.stderr)}; {hint}")
 
 
@@ -125,7 +129,7 @@ def tidy(folder: Path) -> None:
         tokenizer_class="PreTrainedTokenizerFast",
     )
     path = folder / "tokenizer.json"
-    rule = json.loads(path.read_text())["pre_tokenizer"]
+    rule = json.loads(path.read_text(encoding="utf-8"))["pre_tokenizer"]
     if rule["type"] == "ByteLevel":
         digits = {"type": "Digits", "individual_digits": True}
         _edit(path, pre_tokenizer={"type": "Sequence", "pretokenizers": [digits, rule]})
@@ -133,8 +137,8 @@ def tidy(folder: Path) -> None:
 
 
 def _edit(path: Path, drop: tuple[str, ...] = (), **changes: object) -> None:
-    data = {key: value for key, value in json.loads(path.read_text()).items() if key not in drop}
-    path.write_text(json.dumps(data | changes, indent=2, ensure_ascii=False))
+    data = {key: value for key, value in json.loads(path.read_text(encoding="utf-8")).items() if key not in drop}
+    path.write_text(json.dumps(data | changes, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def _last_line(text: str) -> str:

@@ -115,8 +115,9 @@ def packed_linear_works(dtype: torch.dtype) -> bool:
 @functools.cache
 def has_native_bf16() -> bool:
     """True if the processor multiplies bfloat16 in hardware (AVX-512 BF16, AMX, or Arm's BF16 extension)."""
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
-    return any(check() for check in (getattr(torch.cpu, name, None) for name in checks) if check)
+    found = torch.cpu.get_capabilities()
+    on_arm = found.get("bf16") and torch.backends.mkldnn.is_available()  # without oneDNN nobody would use it
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16") or on_arm)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, huge_pages: bool = False) -> torch.Tensor:

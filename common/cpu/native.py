@@ -20,6 +20,7 @@ import sys
 import tempfile
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,10 +36,15 @@ VERSION = 1
 # No -ffast-math: infinities and NaN are meant. Aliasing is off because vectors are read through element pointers.
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-w")
 MAX_HEAD_DIM = 512
+PASSING = ("Killed", "No space left", "out of memory")  # in a compiler's complaint
 
 
 class NativeError(RuntimeError):
     """The operators cannot be had; the message is one line."""
+
+
+class PassingError(NativeError):
+    """For a reason of the moment: a signal, or no memory or disk to compile with."""
 
 
 @functools.cache
@@ -87,7 +93,13 @@ def processor() -> str:
     except OSError:
         lines = []
     found = [line for line in lines if line.lower().startswith(("flags", "features"))]
-    return platform.machine() + (found[0] if found else platform.processor())
+    return platform.machine() + (found[0] if found else platform.processor() + mac_model())
+
+
+def mac_model() -> str:
+    """Which of Apple's processors this is: all of them are "arm"."""
+    asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
+    return subprocess.run(asked, capture_output=True, text=True).stdout if sys.platform == "darwin" else ""
 
 
 def compiler_flags() -> tuple[str, ...]:
@@ -100,7 +112,8 @@ def compiler_flags() -> tuple[str, ...]:
 def compiler() -> list[str]:
     """The command of $CXX, else of the first compiler found."""
     wanted = shlex.split(os.environ.get("CXX", ""))
-    names = [wanted] if wanted else [["g++"], ["c++"], ["clang++"]]
+    # clang's parallel loops want its own OpenMP runtime, which torch does not bring; on a Mac there are none.
+    names = [wanted] if wanted else [["g++"], ["c++"], *([["clang++"]] if sys.platform == "darwin" else [])]
     for name, *arguments in names:
         path = shutil.which(name)
         if path:
@@ -116,11 +129,9 @@ def compile_into(target: Path) -> None:
     A compiler that failed is not asked again at every start, until it changes.
     """
     command = compiler()
-    failed = library_folder().with_suffix(".failed")
-    status = Path(command[0]).stat()
-    identity = f"{shlex.join(command)} {status.st_size} {status.st_mtime_ns}"
-    if failed.exists() and failed.read_text().splitlines()[:1] == [identity]:
-        raise NativeError(f"{failed.read_text().splitlines()[1]} (delete {failed} to try again)")
+    identity = identity_of(command)
+    if remembered := remembered_failure(identity):
+        raise NativeError(remembered)
     note("compiling the CPU operators, once for this machine: about 20 s")
     include = Path(torch.__file__).parent / "include"
     flags = (*compiler_flags(), f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-I{include}")
@@ -133,10 +144,29 @@ def compile_into(target: Path) -> None:
             ]
             run_all(compiles)
             run_all([[*command, "-shared", *objects, *link_flags(), "-o", str(target / LIBRARY)]])
-    except NativeError as error:
-        if "Killed" not in str(error):
-            failed.write_text(f"{identity}\n{error}\n")
+    except PassingError:
         raise
+    except NativeError as error:
+        failure_file().write_text(f"{identity}\n{error}\n", encoding="utf-8")
+        raise
+
+
+def identity_of(command: list[str]) -> str:
+    status = Path(command[0]).stat()
+    return f"{shlex.join(command)} {status.st_size} {status.st_mtime_ns}"
+
+
+def failure_file() -> Path:
+    return library_folder().with_suffix(".failed")
+
+
+def remembered_failure(identity: str) -> str:
+    """What this very compiler complained about before, and how to have it asked again; "" if it did not."""
+    try:
+        lines = failure_file().read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return f"{lines[1]} (delete {failure_file()} to try again)" if len(lines) > 1 and lines[0] == identity else ""
 
 
 def link_flags() -> list[str]:
@@ -148,13 +178,16 @@ def link_flags() -> list[str]:
 
 def run_all(commands: list[list[str]]) -> None:
     """Run commands side by side; NativeError for the first that fails."""
-    running = [subprocess.Popen(c, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for c in commands]
+    quiet: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "env": os.environ | {"LC_ALL": "C"}}
+    running = [subprocess.Popen(c, text=True, encoding="utf-8", errors="replace", **quiet) for c in commands]
     try:
         for process in running:
             complaint = process.communicate()[1]
             if process.returncode:
                 errors = [line for line in complaint.splitlines() if "error" in line]
-                raise NativeError(first_line("\n".join(errors) or complaint or f"compiler status {process.returncode}"))
+                said = first_line("\n".join(errors) or complaint) or f"compiler status {process.returncode}"
+                passing = process.returncode < 0 or any(word in said for word in PASSING)
+                raise PassingError(said) if passing else NativeError(said)
     finally:
         for process in running:
             process.kill()
@@ -162,4 +195,4 @@ def run_all(commands: list[list[str]]) -> None:
 
 
 def first_line(text: str) -> str:
-    return text.strip().splitlines()[0][:300]
+    return text.strip().partition("\n")[0][:300]
