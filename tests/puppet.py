@@ -157,7 +157,9 @@ def in_process(
             resolve(str(folder or tiny_folder())), frontend.Channel(), config.ServerConfig(**options)
         )
         http.on_ready = lambda url: up.set()
-        engine = threading.Thread(target=lambda: results.append(frontend.run_engine(SimpleNamespace(), http.channel)))
+        engine = threading.Thread(
+            target=lambda: results.append(frontend.run_engine(SimpleNamespace(), http.channel)), daemon=True
+        )
         http.start()
         engine.start()
         assert puppet.called.wait(30)

@@ -114,7 +114,11 @@ def logits(chapter: ModuleType, folder: Path, ids: list[int], size: int) -> torc
                 table=torch.arange(8, dtype=torch.int32)[None],
                 slots=torch.arange(start, end),
             )
+            before = group.bytes
             out.append(model.forward(part("core").Context(inp, backend, backend.plan(inp))))
+            assert group.bytes - before == model.allreduce_bytes(end - start), (
+                "what the engine counts is what is summed"
+            )
         assert kv.k.shape[3] == model.kv_heads == max(1, config.kv_heads // size)
         return torch.cat(out)
 

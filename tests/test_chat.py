@@ -79,7 +79,7 @@ def test_a_line_about_usage_and_speed_follows_each_answer(chat: Chat, server: Fa
     _, err = talk(chat, "one")
     assert err.startswith("[5 prompt (3 cached) + 3 output tokens, length; first token ") and "ms per token" in err
     first, each = (float(err.split(mark)[1].split(" ms")[0]) for mark in ("first token ", "then "))
-    assert 100 <= first < 5000 and 30 <= each < 500
+    assert 100 <= first < 20_000 and 0 < each < 5000
 
 
 def test_no_speed_is_told_where_it_was_not_measured(chat: Chat, server: FakeServer):

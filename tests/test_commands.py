@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 from ch02_request_flow.scripted import ANSWER
-from tests.conftest import CHAPTERS, ROOT
+from tests.conftest import CHAPTERS, ROOT, briefly
+from tests.copies import copies
+from tests.serving import FRONTS
 
 TINY = ("--model", "dummy:llama-tiny", "--dtype", "float32", "--threads", "1", "--device", "cpu", "--debug-invariants")
 OUTPUT_KEYS = [
@@ -198,6 +200,22 @@ def test_trace_json_is_one_object_and_the_pictures_are_files(command: Any, name:
     assert json.loads((tmp_path / "deep" / "out" / "trace.json").read_text("utf-8"))["traceEvents"]
     assert (tmp_path / "deep" / "out" / "sequence.png").read_bytes().startswith(b"\x89PNG")
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("name", briefly(FRONTS, *copies("trace.py", "serve.py", "server.py")))
+def test_trace_over_http_shows_both_sides_in_the_order_of_time(name: str, tmp_path: Path) -> None:
+    """From ch09 on the events cross from one process to another."""
+    done = process(f"{name}.trace", "--http", "--json", "--out", str(tmp_path), "--max-tokens", "4", *TINY)
+    assert done.status == 0, done.err
+    found = json.loads(done.out)
+    events = found["events"]
+    assert [e["t"] for e in events] == sorted(e["t"] for e in events)
+    seen = [f"{e['component']}.{e['action']}" for e in events]
+    order = ["Tokenizer.encode", "Frontend.submit", "Scheduler.add", "Scheduler.schedule", "ModelRunner.forward"]
+    order += ["Sampler.sample", "Scheduler.process", "Detokenizer.push", "Server.response"]
+    assert [seen.index(what) for what in order] == sorted(seen.index(what) for what in order), seen
+    assert seen.count("Sampler.sample") == found["summary"]["tokens"] == 4
+    assert seen[-1] == "Server.response"
 
 
 def test_trace_prints_the_life_of_the_request_as_a_table(command: Any, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def engine_thread(m: SimpleNamespace, puppet: Puppet, channel: Any) -> tuple[thr
         with mock.patch.object(importlib.import_module(m.Frontend.__module__), "Engine", puppet):
             results.append(m.run_engine(SimpleNamespace(), channel))
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, results
 

@@ -74,6 +74,18 @@ def test_what_outgrows_the_whole_pool_is_refused_at_the_door_with_both_numbers(n
     assert "64" in grows.error and "20" in grows.error
 
 
+@pytest.mark.fault(21)
+@pytest.mark.parametrize("name", PAGED)
+def test_who_names_no_max_tokens_gets_what_the_whole_pool_can_hold(name: str) -> None:
+    """The last token needs no place: 20 + 44 in the pool, and one more."""
+    module = chapter(name)
+    with tiny(module, kv_memory=memory(module, 64), page_size=16) as llm:
+        fits, grows = run(llm, [[5] * 20, [5] * 65], module.SamplingParams(ignore_eos=True))
+    assert (fits.finish_reason, len(fits.token_ids)) == ("length", 45)
+    assert (grows.finish_reason, grows.token_ids) == ("error", [])
+    assert "64" in grows.error and "65" in grows.error
+
+
 @pytest.mark.fault(25)
 @pytest.mark.parametrize("name", PAGED)
 def test_requests_that_may_become_long_but_stop_early_run_side_by_side(name: str) -> None:
@@ -157,9 +169,17 @@ def test_a_preempted_request_that_finds_its_prefix_again_goes_on_with_the_right_
 
 
 class Watched(list):
-    """A list that counts how many of its items anybody looks at."""
+    """A list that counts how many of its items anybody looks at or copies."""
 
     looks = 0
+
+    def __add__(self, other: Any) -> Any:
+        Watched.looks += len(self)
+        return super().__add__(other)
+
+    def copy(self) -> Any:
+        Watched.looks += len(self)
+        return super().copy()
 
     def __iter__(self) -> Iterator[int]:
         Watched.looks += len(self)

@@ -149,6 +149,8 @@ def test_what_has_no_graph(graph, captures, decode):
     )
     assert graphs.run(prefill) is None, "a request with several tokens"
     assert graphs.run(replace(two, logit_rows=torch.tensor([1]))) is None, "a chunk of one token that samples nothing"
+    drafts = replace(decode(4), cu_extend=torch.tensor([0, 2, 4]), seq_lens=torch.tensor([5, 9]), table=two.table)
+    assert graphs.run(drafts) is None, "guesses to verify: two requests with two rows each, all of them wanted"
     assert graphs.run(decode(5)) is None, "more requests than any graph has"
     assert captures.count == 0
 

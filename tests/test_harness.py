@@ -203,12 +203,12 @@ class Clockwork:
 
 
 def test_idle_time_before_the_first_arrival_is_not_measured_and_later_arrivals_are_honoured():
-    work = Workload("late", (Request((1,), 2, 30.0), Request((2,), 2, 30.2)), "")
+    work = Workload("late", (Request((1,), 2, 30.0), Request((2,), 2, 31.0)), "")
     start = time.perf_counter()
     result = worker.drive(Clockwork(0.01), work)
     assert time.perf_counter() - start < 10
-    assert 0.2 < result.total_s < 5
-    assert result.requests[1].ttft_s < 0.2
+    assert 1.0 < result.total_s < 10
+    assert result.requests[1].ttft_s < 0.9
 
 
 def test_a_request_that_falls_due_during_a_step_has_waited_since_then():

@@ -229,8 +229,8 @@ def test_an_answer_that_is_no_stream_is_an_error():
 
 def test_a_request_is_bounded_in_time_and_its_connection_closed(server: FakeServer):
     server.plan = lambda body, i: Plan(hold=i == 0)
-    result = load(server.url, at(0.0, 0.1), timeout_s=0.4)
-    assert [r.error for r in result.requests] == ["no complete answer within 0.4 s", None]
+    result = load(server.url, at(0.0, 0.1), timeout_s=2.0)
+    assert [r.error for r in result.requests] == ["no complete answer within 2 s", None]
     deadline = time.monotonic() + 5
     while server.left != [0] and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -240,9 +240,9 @@ def test_a_request_is_bounded_in_time_and_its_connection_closed(server: FakeServ
 def test_the_run_is_bounded_in_time(server: FakeServer):
     server.plan = lambda body, i: Plan(hold=i > 0)
     started = time.monotonic()
-    result = load(server.url, at(0.0, 0.05, 60.0), total_timeout_s=0.5)
+    result = load(server.url, at(0.0, 0.05, 60.0), total_timeout_s=2.0)
     assert time.monotonic() - started < 10
-    assert [r.error for r in result.requests] == [None, "cut off: the run took 0.5 s", "not sent: the run took 0.5 s"]
+    assert [r.error for r in result.requests] == [None, "cut off: the run took 2 s", "not sent: the run took 2 s"]
     assert result.requests[2].sent_s is None
 
 

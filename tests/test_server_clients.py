@@ -71,6 +71,23 @@ def test_a_hundred_clients_that_hang_up_leave_nothing_behind(served: Served) -> 
     assert sum(v for k, v in after.items() if k.startswith("minisgl_requests_total")) > ended + 60
 
 
+@pytest.mark.fault(6)
+def test_the_engine_stops_computing_for_a_client_that_has_gone(served: Served) -> None:
+    """And not only the interface. A busy machine may notice late: one of five times is enough."""
+    body = {"prompt": [5], "max_tokens": 500, "ignore_eos": True, "stream": True}
+
+    def computed() -> float:
+        served.at_rest()
+        before = served.metrics()["minisgl_decode_tokens_total"]
+        with connection(served.url, body) as raw:
+            raw.recv(1000)
+        time.sleep(0.05)
+        served.at_rest()
+        return served.metrics()["minisgl_decode_tokens_total"] - before
+
+    assert any(computed() < 400 for _ in range(5))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(10))
 def test_many_hundreds_that_hang_up_leave_nothing_behind(served: Served, seed: int) -> None:

@@ -135,7 +135,7 @@ def test_a_request_that_takes_too_long_is_told_so(name: str) -> None:
     never, slow = [7], [8]
     puppet = Puppet(name, lambda m: Script([] if m.token_ids == never else [5] * m.max_tokens), 0.05)
     bodies = [{"prompt": p, "max_tokens": 200, "stream": s, "n": 2} for p in (never, slow) for s in (False, True)]
-    with in_process(name, puppet, request_timeout=1.0) as server, ThreadPoolExecutor(4) as pool:
+    with in_process(name, puppet, request_timeout=2.0) as server, ThreadPoolExecutor(4) as pool:
         *refusals, stream = pool.map(server.post, bodies)
         for answer in refusals:
             assert answer.status_code == 504

@@ -247,6 +247,7 @@ def test_the_same_in_a_memory_that_is_too_small(name):
     token = part(chapter(name), "kvcache").token_bytes(3, 2, 16, torch.float32)
     metrics = stand(name, 60, kv_memory=str(3 * 256 * token))
     assert metrics["minisgl_kv_total"] == 3 * 256
+    assert (metrics["minisgl_preemptions_total"] > 0) == (name >= "ch07")
 
 
 @pytest.mark.full

@@ -29,7 +29,7 @@ def puppet() -> Puppet:
 
 @pytest.fixture
 def near(puppet: Puppet) -> Iterator[InProcess]:
-    with in_process(NAME, puppet, request_timeout=0.7, max_queue=2) as server:
+    with in_process(NAME, puppet, request_timeout=2.0, max_queue=2) as server:
         yield server
 
 
@@ -67,13 +67,13 @@ def test_prompts_that_wait_to_be_tokenized_wait_within_the_time_limit_and_the_qu
         started = time.monotonic()
         two = [pool.submit(near.post, {"prompt": LONG}) for _ in range(2)]
         until(lambda: slow.begun)
-        time.sleep(0.2)
+        time.sleep(0.5)
         for prompt in (LONG, "x"):  # a short one may not take a place that was given
             full = near.post({"prompt": prompt})
             assert (full.status_code, full.headers["retry-after"]) == (429, "1")
         for job in two:
             refused(near, job.result(), 504, "--request-timeout")
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15
     slow.open.set()
     assert near.good(prompt=LONG, max_tokens=2)["usage"]["completion_tokens"] == 2
     assert slow.begun == 2, "the one that had to wait and was given up was never begun"
@@ -153,11 +153,11 @@ def test_an_offer_to_upgrade_is_passed_over_and_the_body_kept(puppet: Puppet, of
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: "])
 def test_a_head_that_does_not_come_ends_the_connection(puppet: Puppet, monkeypatch: Any, begun: bytes) -> None:
     monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.3)
+    started = time.monotonic()
     with in_process(NAME, puppet) as server, connect(server) as raw:
         raw.sendall(begun)
-        started = time.monotonic()
         assert raw.recv(100) == b""
-        assert 0.2 < time.monotonic() - started < 5
+        assert 0.2 < time.monotonic() - started < 10
 
 
 def test_who_is_being_answered_may_take_its_time_with_the_next_head(puppet: Puppet, monkeypatch: Any) -> None:

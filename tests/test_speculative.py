@@ -283,6 +283,15 @@ def test_counters(module, engine, params):
     assert stats["steps"] < 15
 
 
+def test_a_flush_empties_the_draft_models_cache_too(module, engine, params):
+    llm = engine(**SELF)
+    run(llm, [PROMPT], params(max_tokens=30))
+    kv = llm.engine.scheduler.speculator.proposer.kv
+    assert kv.ledger()["cached"] > 0
+    llm.engine.handle(part(module, "message").Flush())
+    assert kv.ledger()["cached"] == llm.engine.kv.ledger()["cached"] == 0
+
+
 def test_without_speculation_nothing_is_counted(engine, params):
     llm = engine()
     [output] = run(llm, [PROMPT], params())

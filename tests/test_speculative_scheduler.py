@@ -152,6 +152,7 @@ def play(module, seed: int) -> Rig:
     rig.check_idle()
     released = rig.scheduler.speculator.proposer.released
     assert set(released) == rig.jobs.keys(), "the proposer is told of every end"
+    assert len(released) == len(rig.jobs) + rig.scheduler.preemptions, "and of every preemption"
     return rig
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -102,11 +103,13 @@ def test_the_logits_of_any_number_of_ranks_are_those_of_transformers(
 def test_two_processes_generate_what_one_does(
     chapter: ModuleType, open_llm: Callable[..., Any], shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shared = shared and shm.works(2)
     if not shared:
         monkeypatch.setattr(shm, "works", lambda ranks: False)
     folder = cached_tiny_model("llama")
     llm = open_llm(folder, tp=2)
     assert len(children()) >= 1
+    assert (llm.engine.group._shared is not None) == shared
     outputs = greedy(chapter, llm)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert assert_greedy(folder, prompt, output) > 8
@@ -383,6 +386,19 @@ def test_a_forward_that_fails_on_one_rank_alone_does_not_hold_up_the_end(
     gone(pids)
 
 
+def test_the_smallest_value_of_all_ranks_is_everybodys(chapter: ModuleType) -> None:
+    """Two ranks in threads, over a store and gloo as between hosts."""
+    module = importlib.import_module(f"{chapter.__name__}.distributed")
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def rank(number: int) -> int:
+        place = module.Place(number, 2, number, 2, 1, "127.0.0.1", store.port)
+        return module.Group(place, torch.device("cpu")).smallest((5, 3)[number])
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(rank, range(2))) == [3, 3]
+
+
 def test_ranks_that_do_not_meet_say_so_in_our_words(chapter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody listens where rank 0 should be: torch's own error is not what a user sees."""
     module = importlib.import_module(f"{chapter.__name__}.distributed")
@@ -432,11 +448,12 @@ def test_a_rank_that_dies_while_loading_is_named_and_nothing_is_left(
     before = set(children())
 
     def kill_the_first() -> None:
-        while not (fresh := set(children()) - before):
+        deadline = time.monotonic() + 60
+        while not (fresh := set(children()) - before) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(fresh.pop(), signal.SIGKILL)
 
-    threading.Thread(target=kill_the_first).start()
+    threading.Thread(target=kill_the_first, daemon=True).start()
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 ended with signal SIGKILL"):
         open_llm(tp=2)

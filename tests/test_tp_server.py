@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -21,7 +21,7 @@ import pytest
 from common.service import Server, group
 from tests.conftest import ROOT
 from tests.ranks import PROCESS_CHAPTERS, alive, gone, ranks_of
-from tests.serving import MAX_MODEL_LEN, Served, texts, tiny_flags, tiny_folder
+from tests.serving import MAX_MODEL_LEN, Served, texts, tiny_flags, tiny_folder, until
 
 NOTICED_S = 10.0  # within which clients know that a rank has died, and no process is left
 LONG = {"prompt": "the cat", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
@@ -126,14 +126,15 @@ def ends_with_an_error(client: httpx.Client, begun: threading.Event) -> bool:
 def test_a_rank_killed_while_loading_ends_the_server(chapter: str, rank: int, delay: float) -> None:
     command = [sys.executable, "-m", f"{chapter}.serve", "--port", "0", *tiny_flags(), "--tp", "2"]
     server = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
-    while len(ranks_of(server.pid)) < 2:
-        time.sleep(0.01)
-    time.sleep(delay)
-    everyone = group(server.pid)
-    os.kill(ranks_of(server.pid)[rank], signal.SIGKILL)
-    assert server.wait(NOTICED_S) == 1
-    gone(everyone)
-    server.communicate()
+    try:
+        until(lambda: len(ranks_of(server.pid)) == 2)
+        time.sleep(delay)
+        everyone = group(server.pid)
+        os.kill(ranks_of(server.pid)[rank], signal.SIGKILL)
+        assert server.wait(NOTICED_S) == 1
+        gone(everyone)
+    finally:
+        end(server)
 
 
 def test_what_cannot_start_says_so_in_one_line_and_leaves_nobody(chapter: str) -> None:
@@ -143,7 +144,10 @@ def test_what_cannot_start_says_so_in_one_line_and_leaves_nobody(chapter: str) -
     ):
         command = [sys.executable, "-m", f"{chapter}.serve", "--port", "0", *tiny_flags(), *flags]
         server = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
-        _, said = server.communicate(timeout=200)
+        try:
+            _, said = server.communicate(timeout=200)
+        finally:
+            end(server)
         assert (server.returncode, len(said.splitlines())) == (2, 1), said
         assert words in said
         assert group(server.pid) == []
@@ -185,6 +189,14 @@ def test_two_servers_share_a_machine(chapter: str, two: Server) -> None:
 # ---- several hosts --------------------------------------------------------------------------------------------------
 
 
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill it and its process group, whose leader may have gone before the others."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.stderr and not process.stderr.closed:
+        process.communicate()
+
+
 IPV6 = socket.has_ipv6 and Path("/proc/net/if_inet6").exists()
 
 
@@ -208,10 +220,7 @@ def two_hosts(chapter: str, address: str = "127.0.0.1") -> Iterator[tuple[Server
         with Server(chapter, *tiny_flags(), *host_flags(0, address, port)) as first:
             yield first, second
     finally:
-        if second.poll() is None:
-            os.killpg(second.pid, signal.SIGKILL)
-        if second.stderr and not second.stderr.closed:
-            second.communicate()
+        end(second)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.full)])

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+WANTED = "MINISGL_TEST_SPECULATIVE"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     from tests import serving
     from tests.speculation import SPECULATIVE
 
-    way = os.environ["MINISGL_TEST_SPECULATIVE"]
+    way = os.environ[WANTED]
     for name in SPECULATIVE:
         _switch_on(importlib.import_module(f"{name}.config").EngineConfig, way)
         importlib.import_module(f"{name}.speculative").Speculator.worth = lambda *_: 0.0
