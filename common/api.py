@@ -37,11 +37,10 @@ def base_url(text: str) -> str:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether the host is this machine by its very address: `localhost`, 127.0.0.0/8, ::1, or 0.0.0.0 and ::, which lead to
-    it. No name is looked up."""
+    """Whether the host is this machine by its very address: `localhost`, 127.0.0.0/8 or ::1. No name is looked up."""
     host = httpx.URL(url).host
     try:
-        return host == "localhost" or (ip := ipaddress.ip_address(host)).is_loopback or ip.is_unspecified
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 

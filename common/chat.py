@@ -22,7 +22,7 @@ HELP = """/reset          forget the conversation, keep the system message
 /system [TEXT]  set the system message; without TEXT take it away
 /quit           end, as does Ctrl-D; Ctrl-C stops an answer and keeps what was said"""
 # What a model says must not steer the terminal: control characters but tab and line feed are dropped.
-MAX_TIMEOUT_S = 1e6
+MAX_TIMEOUT_S = 1_000_000
 CONTROL = {code: None for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\t\n"}
 Message = dict[str, str]
 

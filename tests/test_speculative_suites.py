@@ -40,7 +40,7 @@ def test_the_plugin_makes_engines_guess(way: str) -> None:
         "assert tiny_flags()[-2:] == ['--speculative', 'ngram']\n"
         f"module = importlib.import_module('{NEWEST}')\n"
         "with module.LLM(str(cached_tiny_model('llama')), dtype='float32', threads=1) as llm:\n"
-        "    llm.generate([[5, 6] * 8], module.SamplingParams(max_tokens=24, ignore_eos=True), progress=False)\n"
+        "    llm.generate([[5, 6] * 8], module.SamplingParams(max_tokens=300, ignore_eos=True), progress=False)\n"
         "    assert llm.stats()['draft_tokens'] > 0\n"
     )
     env = {**os.environ, WANTED: way}
