@@ -339,16 +339,17 @@ def test_native_decides_whether_an_engine_packs(engine_chapter, monkeypatch, nat
 
 
 def test_native_bf16_is_what_the_processor_says(monkeypatch):
-    cpu.has_native_bf16.cache_clear()
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
-    for one in (None, *names):
-        for name in names:
-            monkeypatch.setattr(torch.cpu, name, lambda yes=name == one: yes, raising=False)
+    for found, onednn, native in (
+        ({}, True, False),
+        ({"avx512_bf16": True}, True, True),
+        ({"amx_bf16": True}, True, True),
+        ({"avx512_f": True, "amx_tile": True, "bf16": False}, True, False),
+        ({"bf16": True}, True, True),  # Arm's
+        ({"bf16": True}, False, False),  # a Mac: torch has nothing that would use it
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda onednn=onednn: onednn)
         cpu.has_native_bf16.cache_clear()
-        assert cpu.has_native_bf16() is (one is not None)
-    for name in names:
-        monkeypatch.delattr(torch.cpu, name, raising=False)
-    cpu.has_native_bf16.cache_clear()
-    assert cpu.has_native_bf16() is False
+        assert cpu.has_native_bf16() is native, found
     monkeypatch.undo()
     cpu.has_native_bf16.cache_clear()
