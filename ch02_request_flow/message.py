@@ -6,7 +6,8 @@ Each message survives ``from_dict(json.loads(json.dumps(m.to_dict())))`` unchang
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from copy import copy
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from .core import SamplingParams
@@ -18,7 +19,9 @@ class Message:
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        plain = {name: asdict(value) if is_dataclass(value) else copy(value) for name, value in values.items()}  # type: ignore[arg-type]
+        return {"kind": type(self).__name__, **plain}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Message:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
 import torch
 
-from common import cpu
+from common import cpu, host
 from common.checkpoints import resolve
 from common.trace import Tracer
 
@@ -47,7 +46,7 @@ class Engine:
         )
         self.device = _device(config.device)
         self.dtype = _dtype(config.dtype, self.device)
-        torch.set_num_threads(config.threads or _cores())
+        torch.set_num_threads(config.threads or host.cores())
         model = self._load_model()
         self.runner = ModelRunner(model, TorchBackend(), self.device, tracer)
         self.sampler = Sampler(config.seed, model.ops.argmax)
@@ -136,10 +135,6 @@ def _max_model_len(wanted: int, model_max: int, window: int | None) -> int:
     return window
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch finds no CUDA device here; use --device cpu")
@@ -148,5 +143,8 @@ def _device(wanted: str) -> torch.device:
 
 def _dtype(wanted: str, device: torch.device) -> torch.dtype:
     if wanted == "auto":
-        wanted = "bfloat16" if device.type == "cuda" or cpu.has_native_bf16() else "float32"
+        if device.type == "cuda":
+            wanted = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+        else:
+            wanted = "bfloat16" if cpu.has_native_bf16() else "float32"
     return getattr(torch, wanted)

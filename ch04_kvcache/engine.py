@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from common import cpu
+from common import cpu, host
 from common.checkpoints import resolve
 from common.trace import Tracer
 
@@ -49,7 +48,7 @@ class Engine:
         )
         self.device = _device(config.device)
         self.dtype = _dtype(config.dtype, self.device)
-        torch.set_num_threads(config.threads or _cores())
+        torch.set_num_threads(config.threads or host.cores())
         model = self._load_model()
         self.kv = self._build_cache(model)
         backend = choose_backend(self.kv, native=config.native == "auto")
@@ -153,10 +152,6 @@ def _max_model_len(wanted: int, model_max: int, window: int | None) -> int:
     return window
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch finds no CUDA device here; use --device cpu")
@@ -165,5 +160,8 @@ def _device(wanted: str) -> torch.device:
 
 def _dtype(wanted: str, device: torch.device) -> torch.dtype:
     if wanted == "auto":
-        wanted = "bfloat16" if device.type == "cuda" or cpu.has_native_bf16() else "float32"
+        if device.type == "cuda":
+            wanted = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+        else:
+            wanted = "bfloat16" if cpu.has_native_bf16() else "float32"
     return getattr(torch, wanted)

@@ -110,11 +110,7 @@ class Exchange:
     def _logprobs(self, entries: list[dict[str, Any]], choice: Choice) -> Any:
         if not self.logprobs:
             return None
-        decode = self.frontend.tokenizer.decode
-
-        def name(token: int) -> str:
-            return decode([token], skip_special_tokens=False)
-
+        name = self.frontend.tokenizer.piece
         if self.answer.chat:
             return chat_logprobs(entries, name)
         choice.spelled = choice.spelled or Detokenizer(self.frontend.tokenizer, choice.stream.prompt_ids)

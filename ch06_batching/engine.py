@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from common import cpu
+from common import cpu, host
 from common.checkpoints import resolve
-from common.host import memory_bytes
 from common.trace import Tracer
 
 from . import ops, weights
@@ -50,7 +48,7 @@ class Engine:
         )
         self.device = _device(config.device)
         self.dtype = _dtype(config.dtype, self.device)
-        torch.set_num_threads(config.threads or _cores())
+        torch.set_num_threads(config.threads or host.cores())
         model = self._load_model()
         self.kv = self._build_cache(model)
         backend = choose_backend(self.kv, native=config.native == "auto")
@@ -164,15 +162,11 @@ def _max_model_len(wanted: int, model_max: int, window: int | None) -> int:
     return window
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _memory_budget(device: torch.device) -> int:
     """Bytes that keys and values may take where the user names no number: a part of what the machine has."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.8)
-    return int(memory_bytes() * 0.4)
+    return int(host.memory_bytes() * 0.4)
 
 
 def _device(wanted: str) -> torch.device:
@@ -183,5 +177,8 @@ def _device(wanted: str) -> torch.device:
 
 def _dtype(wanted: str, device: torch.device) -> torch.dtype:
     if wanted == "auto":
-        wanted = "bfloat16" if device.type == "cuda" or cpu.has_native_bf16() else "float32"
+        if device.type == "cuda":
+            wanted = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+        else:
+            wanted = "bfloat16" if cpu.has_native_bf16() else "float32"
     return getattr(torch, wanted)

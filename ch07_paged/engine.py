@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from common import cpu
+from common import cpu, host
 from common.checkpoints import resolve
-from common.host import memory_bytes
 from common.trace import Tracer
 
 from . import ops, weights
-from .attention import TritonBackend, choose_backend
+from .attention import TritonBackend, choose_backend, runs_triton
 from .config import EngineConfig
 from .core import Batch, Limits, Req, ReqState, SamplingParams, ScheduledReq
 from .graph import DecodeGraphs
@@ -51,7 +49,7 @@ class Engine:
         )
         self.device = _device(config.device)
         self.dtype = _dtype(config.dtype, self.device)
-        torch.set_num_threads(config.threads or _cores())
+        torch.set_num_threads(config.threads or host.cores())
         model = self._load_model()
         self.kv = self._build_cache(model)
         self.runner = self._build_runner(model, self.kv, tracer)
@@ -108,7 +106,7 @@ class Engine:
 
     def _load_model(self) -> Decoder:
         chosen = ops.choose(self.device, self.dtype, native=self.config.native == "auto")
-        if self.device.type == "cuda" and self.config.native == "auto":
+        if runs_triton(self.device) and self.config.native == "auto":
             from . import kernels  # here, because it needs Triton
 
             chosen = ops.Ops(chosen.linear, kernels.add_rms_norm, kernels.rotary, kernels.silu_and_mul)
@@ -200,15 +198,11 @@ def _max_model_len(wanted: int, model_max: int, window: int | None) -> int:
     return window
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _memory_budget(device: torch.device) -> int:
     """Bytes that keys and values may take where the user names no number: a part of what the machine has."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.9)
-    return int(memory_bytes() * 0.4)
+    return int(host.memory_bytes() * 0.4)
 
 
 def _device(wanted: str) -> torch.device:
@@ -219,5 +213,8 @@ def _device(wanted: str) -> torch.device:
 
 def _dtype(wanted: str, device: torch.device) -> torch.dtype:
     if wanted == "auto":
-        wanted = "bfloat16" if device.type == "cuda" or cpu.has_native_bf16() else "float32"
+        if device.type == "cuda":
+            wanted = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+        else:
+            wanted = "bfloat16" if cpu.has_native_bf16() else "float32"
     return getattr(torch, wanted)

@@ -127,18 +127,24 @@ class TritonBackend:
         return out
 
 
+def runs_triton(device: torch.device) -> bool:
+    """Whether the kernels are made for this device: NVIDIA GPUs from Ampere on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def choose_backend(kv: KVCache, native: bool, wanted: str = "auto") -> Backend:
     """The fastest backend that is right on this machine; ``native`` False keeps a CPU to plain torch.
 
     wanted: "auto", or the one to take; ValueError where this machine does not have it.
     """
-    device = kv.k.device.type
-    if wanted == "triton" or (wanted == "auto" and device == "cuda"):
-        if device != "cuda":
-            raise ValueError("attention_backend triton needs a CUDA device; native and torch run on a CPU")
+    if wanted == "triton" or (wanted == "auto" and runs_triton(kv.k.device)):
+        if not runs_triton(kv.k.device):
+            raise ValueError(
+                "attention_backend triton needs a CUDA device of compute capability 8.0 or more; use torch"
+            )
         return TritonBackend(kv)
     fits = wanted == "native" or (native and wanted == "auto")
-    fits = fits and device == "cpu" and fits_native_attention(kv.k.shape[-1])
+    fits = fits and kv.k.device.type == "cpu" and fits_native_attention(kv.k.shape[-1])
     ops = native_ops() if fits else None
     if wanted == "native" and ops is None:
         raise ValueError(

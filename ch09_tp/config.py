@@ -18,7 +18,7 @@ class EngineConfig:
     model: str = option("smollm2-135m", "local folder, Hub id, preset (smollm2-135m) or dummy:NAME")
     dtype: str = option(
         "auto",
-        "auto: bfloat16 where the processor has it, else float32",
+        "auto: bfloat16 where the processor has it, else float32, on a GPU float16",
         ("auto", "float32", "bfloat16", "float16"),
     )
     device: str = option("auto", "where the model runs", ("auto", "cpu", "cuda"))

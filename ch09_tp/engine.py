@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from common import cpu
+from common import cpu, host
 from common.checkpoints import resolve
-from common.host import memory_bytes
 from common.trace import Tracer
 
 from . import ops, weights
-from .attention import TritonBackend, choose_backend
+from .attention import TritonBackend, choose_backend, runs_triton
 from .config import EngineConfig
 from .core import Batch, Limits, Req, ReqState, SamplingParams, ScheduledReq
 from .distributed import Place, join
@@ -54,7 +52,7 @@ class Engine:
         self.dtype = _dtype(config.dtype, self.device)
         place = config.place or Place.of(config)
         self.model_config.check_ranks(place.size)
-        torch.set_num_threads(config.threads or max(1, _cores() // place.local_size))
+        torch.set_num_threads(config.threads or max(1, host.cores() // place.local_size))
         self.group = join(config, place, self.device)
         try:
             model = self._load_model()
@@ -126,7 +124,7 @@ class Engine:
 
     def _load_model(self) -> Decoder:
         chosen = ops.choose(self.device, self.dtype, native=self.config.native == "auto")
-        if self.device.type == "cuda" and self.config.native == "auto":
+        if runs_triton(self.device) and self.config.native == "auto":
             from . import kernels  # here, because it needs Triton
 
             chosen = ops.Ops(chosen.linear, kernels.add_rms_norm, kernels.rotary, kernels.silu_and_mul)
@@ -224,16 +222,12 @@ def _max_model_len(wanted: int, model_max: int, window: int | None) -> int:
     return window
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _memory_budget(device: torch.device, ranks: int) -> int:
     """Bytes that the keys and values of one rank may take where the user names no number: a part of what its GPU has
     left, or of what the machine has for its ranks."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.9)
-    return int(memory_bytes() * 0.4 / ranks)
+    return int(host.memory_bytes() * 0.4 / ranks)
 
 
 def _device(wanted: str) -> torch.device:
@@ -244,5 +238,8 @@ def _device(wanted: str) -> torch.device:
 
 def _dtype(wanted: str, device: torch.device) -> torch.dtype:
     if wanted == "auto":
-        wanted = "bfloat16" if device.type == "cuda" or cpu.has_native_bf16() else "float32"
+        if device.type == "cuda":
+            wanted = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+        else:
+            wanted = "bfloat16" if cpu.has_native_bf16() else "float32"
     return getattr(torch, wanted)

@@ -86,7 +86,7 @@ class DraftProposer:
     def _catch_up(self, shadows: Sequence[Req]) -> list[ScheduledReq]:
         """The first forward of a call: what each shadow lacks, as far as the budget goes."""
         left, items = self.budget, []
-        for shadow in shadows:
+        for shadow in sorted(shadows, key=lambda shadow: shadow.length - shadow.cached_len):  # who lacks little first
             item = self._extend(shadow, min(shadow.length - shadow.cached_len, left))
             if item:
                 left -= item.extend_len

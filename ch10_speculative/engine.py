@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,13 +10,12 @@ from typing import Any
 
 import torch
 
-from common import cpu
+from common import cpu, host
 from common.checkpoints import Checkpoint, resolve
-from common.host import memory_bytes, weight_bytes
 from common.trace import Tracer
 
 from . import ops, weights
-from .attention import TritonBackend, choose_backend
+from .attention import TritonBackend, choose_backend, runs_triton
 from .config import EngineConfig
 from .core import Batch, Limits, Req, ReqState, SamplingParams, ScheduledReq
 from .distributed import ALONE, Group, Place, join
@@ -62,7 +60,7 @@ class Engine:
         self.draft_checkpoint = resolve(config.draft_model) if config.draft_model and not place.rank else None
         if self.draft_checkpoint:
             check_draft(self.draft_checkpoint, self.checkpoint)
-        torch.set_num_threads(config.threads or max(1, _cores() // place.local_size))
+        torch.set_num_threads(config.threads or max(1, host.cores() // place.local_size))
         self.group = join(config, place, self.device)
         try:
             model = self._load_model(self.checkpoint, self.model_config, self.group)
@@ -155,7 +153,7 @@ class Engine:
 
     def _load_model(self, checkpoint: Checkpoint, config: ModelConfig, group: Group) -> Decoder:
         chosen = ops.choose(self.device, self.dtype, native=self.config.native == "auto")
-        if self.device.type == "cuda" and self.config.native == "auto":
+        if runs_triton(self.device) and self.config.native == "auto":
             from . import kernels  # here, because it needs Triton
 
             chosen = ops.Ops(chosen.linear, kernels.add_rms_norm, kernels.rotary, kernels.silu_and_mul)
@@ -272,12 +270,8 @@ def _context(checkpoint: Checkpoint) -> int:
 def _relative_cost(draft: Checkpoint, target: Checkpoint, ranks: int) -> float:
     """Time of a forward of the draft model, which rank 0 has to itself, in forwards of the target: a few rows take as
     long as the weights' bytes. Not taken for more than MAX_COST: who names a large draft model wants it to guess."""
-    share = weight_bytes(target.config, "bfloat16") / ranks
-    return min(MAX_COST, weight_bytes(draft.config, "bfloat16") / share)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = host.weight_bytes(target.config, "bfloat16") / ranks
+    return min(MAX_COST, host.weight_bytes(draft.config, "bfloat16") / share)
 
 
 def _memory_budget(device: torch.device, ranks: int) -> int:
@@ -285,7 +279,7 @@ def _memory_budget(device: torch.device, ranks: int) -> int:
     left, or of what the machine has for its ranks."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.9)
-    return int(memory_bytes() * 0.4 / ranks)
+    return int(host.memory_bytes() * 0.4 / ranks)
 
 
 def _device(wanted: str) -> torch.device:
@@ -296,5 +290,8 @@ def _device(wanted: str) -> torch.device:
 
 def _dtype(wanted: str, device: torch.device) -> torch.dtype:
     if wanted == "auto":
-        wanted = "bfloat16" if device.type == "cuda" or cpu.has_native_bf16() else "float32"
+        if device.type == "cuda":
+            wanted = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+        else:
+            wanted = "bfloat16" if cpu.has_native_bf16() else "float32"
     return getattr(torch, wanted)

@@ -70,6 +70,14 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    @cached_property
+    def _before(self) -> list[int]:
+        return self.encode("a", special_tokens=False)[-1:]
+
+    def piece(self, token: int) -> str:
+        """Text of one token, special ones too, as it stands inside a text: alone some decoders drop its first space."""
+        return self.decode([*self._before, token], skip_special_tokens=False)[len(self.decode(self._before)) :]
+
     def has_text(self, token: int) -> bool:
         """False for special tokens and for ids that only pad the model's vocabulary."""
         return token not in self._special and self._fast.id_to_token(token) is not None

@@ -40,8 +40,8 @@ def generate(package: str, llm_class: Any, params_class: Any, config_class: type
 def _logprobs(tokenizer: Any, output: Any) -> Iterator[str]:
     """For each token of the output that has them: its log-probability, then those of the likeliest tokens there."""
     for detail in output.logprobs or ():
-        likeliest = (f"{tokenizer.decode([i], skip_special_tokens=False)!r} {p:.3f}" for i, p in detail["top"].items())
-        token = repr(tokenizer.decode([detail["token_id"]], skip_special_tokens=False))
+        likeliest = (f"{tokenizer.piece(i)!r} {p:.3f}" for i, p in detail["top"].items())
+        token = repr(tokenizer.piece(detail["token_id"]))
         yield f"{token:>16} {detail['logprob']:8.3f}   {'  '.join(likeliest)}\n"
 
 

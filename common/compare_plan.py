@@ -21,7 +21,7 @@ FULL = ("latency", "offline", "shared_prefix", "online", "multi_turn", "edit")
 QUICK: dict[str, tuple[float, float]] = {  # (scale, length scale)
     "latency": (1.0, 0.25),
     "offline": (0.125, 0.25),
-    "shared_prefix": (0.125, 1.0),
+    "shared_prefix": (0.125, 0.5),
     "edit": (0.125, 1.0),
 }
 

@@ -25,7 +25,7 @@ from typing import Any
 from common import cli
 from common.chapter_tree import Chapter, folders, load
 from common.harness import ROOT
-from common.host import host_record, memory_bytes, native_bfloat16
+from common.host import cores, host_record, memory_bytes, native_bfloat16
 
 OK, WARN, BAD = "ok", "note", "missing"
 MARKS = {OK: "✓", WARN: "·", BAD: "✗"}
@@ -265,7 +265,6 @@ def limited(fields: dict[str, Any]) -> list[str]:
     import torch
 
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     out = []
     if not cards:
         out.append("without --device cuda")
@@ -273,7 +272,7 @@ def limited(fields: dict[str, Any]) -> list[str]:
             out[-1] += ", --attention-backend triton"
     if "tp" in fields:
         out.append(
-            f"--tp up to {cards} on GPUs" if cards else f"--tp runs as processes, up to {cores} with a core each"
+            f"--tp up to {cards} on GPUs" if cards else f"--tp runs as processes, up to {cores()} with a core each"
         )
     if "speculative" in fields:
         out.append("--speculative ngram needs nothing more")

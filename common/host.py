@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 PACKAGES = ("torch", "transformers", "triton", "numpy")
+CGROUP = Path("/sys/fs/cgroup")  # what a container is allowed
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -27,12 +28,11 @@ def host_record(threads: int | None = None, device: str = "cpu") -> dict[str, An
     `threads` is what the engines were given (default: the cores this process may use). `device="cuda"` adds the GPU.
     """
     info = _cpuinfo()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     record = {
         "cpu": info.get("model name") or info.get("CPU part") or platform.processor() or platform.machine(),
         "arch": platform.machine(),
-        "cores": cores,
-        "threads": threads or cores,
+        "cores": cores(),
+        "threads": threads or cores(),
         "flags": [flag for flag in FLAGS if flag in cpu_flags()],
         "memory_gib": round(memory_bytes() / 2**30, 1),
         "os": f"{platform.system()} {'.'.join(re.findall(r'[0-9]+', platform.release())[:2])}",
@@ -82,7 +82,26 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+def cores() -> int:
+    """That this process may use, and no more than a container's share of processor time is worth."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for read in (_cpu_quota, _old_cpu_quota):
+        with contextlib.suppress(ValueError, OSError):  # "max" is no number
+            quota, period = read()
+            if quota > 0 < period:
+                found = min(found, -(-quota // period))
+    return found
+
+
+def _cpu_quota() -> tuple[int, int]:
+    quota, period = (CGROUP / "cpu.max").read_text().split()
+    return int(quota), int(period)
+
+
+def _old_cpu_quota() -> tuple[int, int]:
+    files = (CGROUP / "cpu" / "cpu.cfs_quota_us", CGROUP / "cpu" / "cpu.cfs_period_us")
+    quota, period = (int(file.read_text()) for file in files)
+    return quota, period
 
 
 def memory_bytes() -> int:
@@ -90,9 +109,9 @@ def memory_bytes() -> int:
     found = []
     with contextlib.suppress(ValueError, OSError):
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for path in CGROUP_LIMITS:
+    for path in (CGROUP / "memory.max", CGROUP / "memory" / "memory.limit_in_bytes"):
         with contextlib.suppress(ValueError, OSError):  # "max" is no number
-            found.append(int(Path(path).read_text()))
+            found.append(int(path.read_text()))
     return min(found, default=0)
 
 

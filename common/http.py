@@ -79,6 +79,8 @@ class BoundedHead(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self.gathered = 0
+        if self.cycle.response_complete:  # who was answered before may send the rest, which nobody reads, for a while
+            self._wait_for_head()
         super().on_body(body)
 
     def on_message_complete(self) -> None:

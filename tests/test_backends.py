@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -38,6 +38,25 @@ def test_so_are_the_small_operations(module: ModuleType) -> None:
     assert plain == ops.Ops(cpu.torch_linear)
     names = ("rms_norm", "rotary", "silu_and_mul", "argmax")
     assert {getattr(fast, name) is getattr(plain, name) for name in names} == {not COMPILED}
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+def test_a_gpu_without_bfloat16_gets_float16_and_plain_torch(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """The card is stood in for."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda = torch.device("cuda")
+    assert part(module, "engine")._dtype("auto", cuda) == dtype
+    assert part(module, "engine")._dtype("float32", cuda) == torch.float32
+    if has_option(module, "attention_backend"):
+        attention = part(module, "attention")
+        kv = SimpleNamespace(k=SimpleNamespace(device=cuda, shape=(1, 2, 16, 1, 64)))
+        assert attention.runs_triton(cuda) == (dtype == torch.bfloat16)
+        if dtype == torch.float16:
+            assert type(attention.choose_backend(kv, native=True)).__name__ == "TorchBackend"
+            with pytest.raises(ValueError, match=r"compute capability 8\.0"):
+                attention.choose_backend(kv, native=True, wanted="triton")
 
 
 @pytest.mark.parametrize("name", [name for name in CACHING if has_option(chapter(name), "attention_backend")])

@@ -160,6 +160,26 @@ def test_a_head_that_does_not_come_ends_the_connection(puppet: Puppet, monkeypat
         assert 0.2 < time.monotonic() - started < 10
 
 
+def test_the_rest_of_a_body_that_was_refused_holds_no_connection(puppet: Puppet, monkeypatch: Any) -> None:
+    """Answered before its body was here; then one more byte of it, and silence."""
+    monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.5)
+    head = b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+    with in_process(NAME, puppet) as server, connect(server) as raw:
+        raw.sendall(head + b"{")
+        assert raw.recv(1000).startswith(b"HTTP/1.1 404")
+        raw.sendall(b" ")
+        raw.settimeout(20)
+        while raw.recv(1000):
+            pass
+        with connect(server) as other:  # and whoever sends all of it may go on
+            other.sendall(head + b" " * 1_000_000 + message(CONTROL))
+            seen = b""
+            while b'"usage"' not in seen:
+                part = other.recv(65536)
+                assert part, seen
+                seen += part
+
+
 def test_who_is_being_answered_may_take_its_time_with_the_next_head(puppet: Puppet, monkeypatch: Any) -> None:
     monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.2)
     puppet.flow.clear()

@@ -172,6 +172,18 @@ def test_a_character_cut_by_the_end_is_flushed(module: Any, tokenizer: Any) -> N
     assert detokenizer.flush() == "", "what was flushed does not come twice"
 
 
+def test_pieces_are_the_text_that_tokens_have_inside_a_text(module: Any, tokenizer: Any) -> None:
+    """Some decoders drop the space of a first token: two tokens would have one name, and a list of names no spaces."""
+    text = "one two  three, 4 x"
+    ids = tokenizer.encode(text, special_tokens=False)
+    assert "".join(map(tokenizer.piece, ids)).removeprefix(" ") == text
+    assert tokenizer.piece(tokenizer.encode("a b", special_tokens=False)[-1]) in (" b", "b")
+    for token in ids:
+        assert tokenizer.piece(token).endswith(tokenizer.decode([token]))
+    special = next(iter(tokenizer._special))
+    assert tokenizer.piece(special) == tokenizer.decode([special], skip_special_tokens=False) != ""
+
+
 def test_special_tokens_are_never_text(module: Any, tokenizer: Any) -> None:
     special = tokenizer._hf.all_special_ids
     assert special

@@ -22,6 +22,7 @@ import torch
 
 from common.cache import CheckpointError, build_once, cache_dir
 from common.cpu import native
+from common.host import cores
 
 SOURCE = Path(__file__).with_name("shm.cpp")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -68,8 +69,7 @@ def library() -> ctypes.CDLL | None:
 def works(ranks: int = 1) -> bool:
     """Whether this machine can do it for so many ranks: spinning takes a core for each. $MINISGL_SHARED_MEMORY=off says
     no."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return os.environ.get("MINISGL_SHARED_MEMORY") != "off" and ranks <= cores and library() is not None
+    return os.environ.get("MINISGL_SHARED_MEMORY") != "off" and ranks <= cores() and library() is not None
 
 
 def create(size: int) -> int:
