@@ -127,28 +127,30 @@ class Detokenizer:
     def _decode(self, ids: Sequence[int], final: bool = False) -> str:
         self._window += filter(self._tokenizer.has_text, ids)
         run = bool(self._window) and self._tokenizer.is_byte(self._window[-1]) and not final
-        if self._open and not run:
-            self._complete_prompt()
+        whole = self._completed_prompt()
+        if whole and not run:
+            self._window, self._seen, self._open = *whole, []
         text = self._tokenizer.decode(self._window)
         certain = text if final else "" if run else text.rstrip(BROKEN)
         delta = certain[self._seen :]
         if certain:
             self._open = []
         self._seen = max(self._seen, len(certain))
-        self.uncertain = text[self._seen :]
+        self.uncertain = self._tokenizer.decode(whole[0])[whole[1] :] if whole and run else text[self._seen :]
         if delta and certain == text:
             self._window = self._window[self._context :]
             self._context = len(self._window)
             self._seen = len(self._tokenizer.decode(self._window))
         return delta
 
-    def _complete_prompt(self) -> None:
-        """Take the prompt's last ids into the window if the output turns them into a character."""
+    def _completed_prompt(self) -> tuple[list[int], int] | None:
+        """The window with the prompt's last ids before it, if the output turns them into a character, and where that is."""
         for tail in self._open:
             text = self._tokenizer.decode(tail)
             at = len(text.rstrip(BROKEN))
             if at < len(text) and self._tokenizer.decode(tail + self._window)[at : at + 1] not in ("", BROKEN):
-                self._window, self._seen, self._open = tail + self._window, at, []
+                return tail + self._window, at
+        return None
 
     def _hand_out(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]

@@ -132,6 +132,16 @@ def test_a_character_of_several_tokens_stops_with_its_last_one(module: Any, toke
     assert (used, cut) == (len(ids), 1)
 
 
+def test_a_character_that_the_prompt_began_stops_with_its_last_byte(module: Any) -> None:
+    """In a run of byte tokens, whose text is not yet certain."""
+    tokenizer = load(module, FALLBACK[0])
+    first, *rest = (tokenizer._fast.token_to_id(f"<0x{byte:02X}>") for byte in "存".encode())
+    matcher = module.StopMatcher(tokenizer, [first], ["存"])
+    assert [matcher.feed([token]) for token in rest] == [None, 0]
+    detokenizer = module.Detokenizer(tokenizer, [first], ["存"])
+    assert "".join([*map(detokenizer.push, [[token] for token in rest]), detokenizer.flush(0)]) == ""
+
+
 def test_the_earliest_of_several_stop_strings_counts(module: Any, tokenizer: Any) -> None:
     ids = tokenizer.encode("the cat", special_tokens=False)
     for stop in (["cat", "e c"], ["e c", "cat"], ["zzz", "e c", "e ca"]):
