@@ -102,9 +102,10 @@ def _compare(args: argparse.Namespace) -> int:
 
     checkpoint = resolve(args.model)
     dtype = ("bfloat16" if native_bfloat16() else "float32") if args.dtype == "auto" else args.dtype
-    settings = Settings(args.model, dtype, args.threads, warmup(checkpoint.vocab_size, args.length_scale))
+    lengths = args.length_scale * (0.3 if args.quick else 1.0)
+    settings = Settings(args.model, dtype, args.threads, warmup(checkpoint.vocab_size, lengths))
     if not args.no_logits:
-        settings.sequences = logits.sequences(checkpoint.vocab_size, args.length_scale)
+        settings.sequences = logits.sequences(checkpoint.vocab_size, args.length_scale * (0.5 if args.quick else 1.0))
     rows, notes = _rows(args, settings, checkpoint.folder)
     works = workloads(
         args.workload,
