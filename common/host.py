@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -67,6 +68,8 @@ def cpu_flags() -> set[str]:
 
 def native_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 in hardware, as the engines see it."""
+    if importlib.util.find_spec("torch") is None:  # the doctor looks before anything is installed
+        return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
     from common.cpu import has_native_bf16
 
     return has_native_bf16()
