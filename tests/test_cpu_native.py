@@ -466,12 +466,34 @@ def test_a_compiler_that_fails_is_asked_once(tmp_path, monkeypatch, capsys):
     )
 
 
-def test_a_compiler_that_is_killed_is_asked_again(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ('echo "fatal error: Killed signal" >&2; exit 1', "Killed"),
+        ('echo "error: write: No space left on device" >&2; exit 1', "No space left"),
+        ("kill -INT $$", "compiler status -2"),
+    ],
+    ids=["memory", "disk", "Ctrl-C"],
+)
+def test_a_compiler_that_fails_for_a_reason_of_the_moment_is_asked_again(tmp_path, monkeypatch, capsys, script, said):
     monkeypatch.setenv("MINISGL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("CXX", str(compiler_script(tmp_path, 'echo "fatal error: Killed signal" >&2; exit 1')))
-    assert "Killed" in fallback(capsys)
+    monkeypatch.setenv("CXX", str(compiler_script(tmp_path, script)))
+    assert said in fallback(capsys)
     asked = calls(tmp_path)
-    assert "Killed" in fallback(capsys) and calls(tmp_path) > asked
+    assert said in fallback(capsys) and calls(tmp_path) > asked
+
+
+def test_the_doctor_tells_of_a_compiler_that_has_failed(tmp_path, monkeypatch, capsys):
+    from common import doctor
+
+    monkeypatch.setenv("MINISGL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler_script(tmp_path, 'echo "error: no header <omp.h>" >&2; exit 1')))
+    assert "will be compiled once" in doctor.compiler().text
+    fallback(capsys)
+    found = doctor.compiler()
+    assert found.state == doctor.WARN and "no header <omp.h> (delete " in found.text
+    native.failure_file().write_text("cut off")
+    assert "will be compiled once" in doctor.compiler().text
 
 
 def test_a_cache_that_cannot_be_written_means_plain_torch(tmp_path, monkeypatch, capsys):

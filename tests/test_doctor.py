@@ -70,6 +70,20 @@ def test_missing_packages_are_named(monkeypatch):
     assert "missing for servers, from ch05 on: fastapi" in second.text
 
 
+def test_it_looks_at_a_machine_without_torch():
+    code = (
+        "import importlib.util, runpy, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'torch' else find(name, *more)\n"
+        "sys.modules['torch'] = None\n"
+        "sys.argv = ['doctor']\n"
+        "runpy.run_module('common.doctor', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "✗ torch" in done.stdout and "--dtype auto is" in done.stdout, done.stderr
+    assert "cannot be told" not in done.stdout
+
+
 def test_a_taken_port_is_told_with_what_to_do(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
