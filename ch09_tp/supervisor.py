@@ -143,12 +143,9 @@ def attend(config: EngineConfig) -> int:
     except OSError as error:
         raise ValueError(f"master_addr {place.address}: {error.strerror or error}") from None
     ranks = Ranks(config, place, first=place.rank)
-    where = f"{place.address}:{place.port}"
-    print(
-        f"waiting for rank 0 at {where}; it ends this host too, a second Ctrl-C does at once",
-        file=sys.stderr,
-        flush=True,
-    )
+    if config.nnodes > 1:
+        said = f"waiting for rank 0 at {place.address}:{place.port}, which ends this host too; so does a second Ctrl-C"
+        print(said, file=sys.stderr, flush=True)
     signals: list[float] = []
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
