@@ -16,7 +16,7 @@ FIRST_RATE = 0.7  # what a request is taken for before it has shown anything
 STEP = 0.2  # how far one outcome moves the rate
 PROBE_EVERY = 16  # steps after which a request whose guesses fail may try one
 # Rows of a step that cost as much as reading the weights once; fewer are nearly free. Measured on a CPU with bfloat16;
-# for GPUs a guess below what their data sheets say, some 300 operations per byte read, and not measured.
+# for GPUs between what the data sheets of A100 and H100 give, some 150 and 300 operations per byte; not measured.
 FREE_ROWS = {"cpu": 20, "cuda": 200}
 
 
